@@ -3,13 +3,14 @@ file at its end, with what it drew in launched steps to another.
 
 So a test sees every byte that the rank has stored. `FREIGHT_TEST_PAGES` is the file's path.
 `FREIGHT_TEST_FAULT` makes it fail: 'step 3' leaves that step before its first gather, 'late 3'
-behind its last one, 'ahead 3' the third step that is launched on top of another before its first
-gather, 'drawn 3' behind its draw, 'fingerprint' says to have opened something else, 'load' refuses
-to read its weights, 'slow' reads them for a minute, 'byte' gathers a byte that is wrong, 'memory' has
-none for its weights, 'cache' none for its cache, 'memory 3' none for that step, 'capture' captures its
-first step in vain, 'adapter' cannot read the file of an adapter. With
-`FREIGHT_TEST_INTERPRETER` Triton's interpreter has the numbers of a GPU (`interpreter.py`), and with
-`FREIGHT_TEST_PUSH`, 'launches' or 'graphs', ranks push (`pushed_memory.py`).
+behind its last one, 'draft 3' and 'drafted 3' do so with that pass of a head that drafts, 'ahead 3'
+the third step that is launched on top of another before its first gather, 'drawn 3' behind its
+draw, 'fingerprint' says to have opened something else, 'load' refuses to read its weights, 'slow'
+reads them for a minute, 'byte' gathers a byte that is wrong, 'memory' has none for its weights,
+'cache' none for its cache, 'memory 3' none for that step, 'capture' captures its first step in
+vain, 'adapter' cannot read the file of an adapter. With `FREIGHT_TEST_INTERPRETER` Triton's
+interpreter has the numbers of a GPU (`interpreter.py`), and with `FREIGHT_TEST_PUSH`, 'launches' or
+'graphs', ranks push (`pushed_memory.py`).
 """
 
 from __future__ import annotations
@@ -184,11 +185,13 @@ def _break(fault: str) -> None:
 
         runner.ModelRunner.launch = launch_or_fail
     elif kind in ("step", "late", "memory"):
-        _break_step(kind, int(number))
+        _break_run(follower.ModelRunner, kind, int(number))
+    elif kind in ("draft", "drafted"):
+        _break_run(follower.HeadRunner, {"drafted": "late"}.get(kind, kind), int(number))
 
 
-def _break_step(kind: str, number: int) -> None:
-    run, calls = follower.ModelRunner.run, iter(range(1, 1 << 30))
+def _break_run(of: Any, kind: str, number: int) -> None:
+    run, calls = of.run, iter(range(1, 1 << 30))
 
     def run_or_fail(*given: Any) -> Any:
         faulty = next(calls) == number
@@ -199,7 +202,7 @@ def _break_step(kind: str, number: int) -> None:
             raise CapacityError("no memory on this rank")
         return rows
 
-    follower.ModelRunner.run = run_or_fail
+    of.run = run_or_fail
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ def drafting_of(engine: Engine) -> Drafting:
 def defined(engine: Engine, tokens: list[int], known: int, count: int) -> list[int]:
     """The drafts behind `known` of these tokens: the head over all rows at once, then row by row."""
     drafting = drafting_of(engine)
-    head = drafting._head
-    pool = drafting._pool
+    head = drafting.runner.head
+    pool = drafting.runner.pool
     blocks = [range(group.most_blocks(160, 160)) for group in pool.spec.groups]
     rows = engine.runner.run([SequenceSlice(tokens[:known], 0, blocks, Logits.ALL)])
     assert rows.features is not None
@@ -271,7 +271,7 @@ def test_requests_without_drafts_keep_few_features(drafted: Any) -> None:
 def test_auto_finds_the_layers_of_the_checkpoint(tmp_path: Path) -> None:
     save(CASES["mimo"], tmp_path)
     llm = LLM(str(tmp_path), **OPTIONS, speculate="auto")
-    assert drafting_of(llm.engine)._head.feature_layers == ()
+    assert drafting_of(llm.engine).runner.head.feature_layers == ()
     assert LLM(str(tmp_path), **OPTIONS).engine._drafting is None
     assert LLM("demo", threads=1, speculate="auto").engine._drafting is None
     with refuses(ConfigError, "has no layers that predict further tokens"):

@@ -260,8 +260,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         LLM(str(tmp_path / "llama"), **OPTIONS, skip_tokenizer_init=True, speculative_config=states)
     with refuses(ConfigError, "there are no drafts here", "keep states"):
         LLM(str(tmp_path / "hybrid"), **OPTIONS, skip_tokenizer_init=True, speculative_config=plain)
-    with refuses(ConfigError, "'draft_model' drafts in an engine of one rank"):
-        LLM("demo", **OPTIONS, speculative_config=plain, tensor_parallel_size=2)
+    with refuses(ConfigError, "'draft_model' drafts in an engine of one stage"):
+        LLM("demo", **OPTIONS, speculative_config=plain, pipeline_parallel_size=2)
 
 
 def test_weights_do_not_change_beside_a_second_model(disturbed: Path) -> None:

@@ -176,13 +176,6 @@ def test_a_head_of_another_model(heads: Path, tmp_path: Path) -> None:
     assert str(refused.value) == said
 
 
-def test_a_head_beside_several_ranks() -> None:
-    said = refusal_of_an_engine("demo", speculative_config=MTP, tensor_parallel_size=2)
-    with refuses(ConfigError) as refused:
-        planned("demo", MTP, ranks=2)
-    assert str(refused.value) == said
-
-
 def test_where_nothing_drafts() -> None:
     """--speculate auto does without; a head that is named is refused."""
     for model, wish in (("demo", {}), (HYBRID, {}), ("demo", {"device": "cuda"})):

@@ -38,7 +38,14 @@ from freight.engine.drafting import Drafting
 from freight.engine.engine import CLOSE_SECONDS, Engine
 from freight.engine.fingerprint import fingerprint, is_reproducible
 from freight.engine.graphs import CudaGraphs
-from freight.engine.heads import OpenHead, drafting, kv_with_head, open_head, with_head
+from freight.engine.heads import (
+    OpenHead,
+    drafting,
+    head_runner,
+    kv_with_head,
+    open_head,
+    with_head,
+)
 from freight.engine.intake import Intake
 from freight.engine.leader import Leader, opened_as
 from freight.engine.least_bytes import least_weight_bytes
@@ -131,8 +138,10 @@ class _Led:
     leader: Leader
     places: Sequence[Place]
 
-    def load(self, opened: OpenModel, config: EngineConfig, positions: int) -> None:
-        """Start them, and have them read their weights. `config`: as rank 0 loads it."""
+    def load(
+        self, opened: OpenModel, config: EngineConfig, positions: int, head: OpenHead | None
+    ) -> None:
+        """Start them, and have them read their weights. `config`: as rank 0 loads it. head: what drafts."""
         as_opened = opened.resolve(opened.args)
         kernels = opened.kernels(as_opened)
         if not isinstance(kernels, CpuKernels) and kernels.name != "triton":
@@ -140,7 +149,8 @@ class _Led:
                 f"--tensor-parallel-size {opened.ranks.size}: ranks compute with compiled kernels, which cannot run "
                 f"here: {kernels.note}"
             )
-        identity = opened_as(fingerprint(opened, as_opened, kernels, version()), kernels.name)
+        of_model = fingerprint(opened, as_opened, kernels, version())
+        identity = opened_as(of_model, kernels.name, head)
         self.leader.start(opened.args, opened.random_shape, self.places, identity)
         self.leader.load(config.max_model_len, positions)
 
@@ -268,7 +278,7 @@ def _start(
         of_head = plan.head.checkpoint
     weights = prepare_store(opened, plan.config, of_head)  # before any rank reads weights
     if led is not None:
-        led.load(opened, plan.config, plan.positions)
+        led.load(opened, plan.config, plan.positions, plan.head)
     model = decoder
     if model is None:
         model = opened.load(plan.config, plan.positions)
@@ -334,8 +344,8 @@ def _plan(opened: OpenModel) -> _Plan:
             dense,
         )
     spec = opened.cache_spec(resolved)
-    head = _opened_head(opened, resolved, spec)
-    spec = with_head(spec, head, resolved.compute_format)
+    head = opened_head(opened, resolved, spec)
+    spec = with_head(spec, head, resolved.compute_format, size)
     _check_stages(opened, resolved)
     if resolved.kv_cache_memory is None:
         free = share_for_cache(opened, resolved, spec)
@@ -345,7 +355,7 @@ def _plan(opened: OpenModel) -> _Plan:
     memory = resolved.kv_cache_memory // size  # that is of all ranks together
     weight_bytes = least_weight_bytes(opened, resolved) // size
     if head is not None:
-        weight_bytes += head.least_bytes
+        weight_bytes += head.least_bytes // size
     _check_memory(memory, weight_bytes, _adapter_bytes(opened, resolved), opened.device, size)
     context = _fitting_context(spec, memory, resolved, args)
     _check_stages(opened, resolved, spec, memory)
@@ -353,12 +363,14 @@ def _plan(opened: OpenModel) -> _Plan:
     return _Plan(opened, config, spec, memory, context, asked, head)
 
 
-def _opened_head(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> OpenHead | None:
+def opened_head(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> OpenHead | None:
     """Open what drafts besides the text of requests; None for nothing. Raises ConfigError where something
     else is asked for and cannot.
     """
     drafts = config.drafts
     if config.most_drafts == 0 or not (drafts.head or drafts.finds_head):
+        return None
+    if not opened.model.generates:
         return None
     is_foreign = opened.model.foreign is not None
     obstacle = _obstacle_to_drafts(config, is_foreign, exact=True)
@@ -460,7 +472,15 @@ def _assemble(
     store = None
     if ready.weights is not None:
         store = open_store(
-            opened, config, ready.kernels, version(), ready.weights, cache, pool, memories
+            opened,
+            config,
+            ready.kernels,
+            version(),
+            ready.weights,
+            cache,
+            pool,
+            memories,
+            () if ready.head is None else ready.head[0].mixers,
         )
     scheduler = Scheduler(
         cache=cache,
@@ -501,7 +521,7 @@ def _assemble(
         store=store,
         reproducible=is_reproducible(opened, ready.kernels),
         adapter_slots=slots,
-        drafting=_drafting(ready, pool),
+        drafting=_drafting(ready, pool, leader),
         drafts_from_text=config.drafts.from_text,
     )
     for adapter in named_adapters(opened.args.lora_modules):
@@ -511,13 +531,15 @@ def _assemble(
     return engine
 
 
-def _drafting(ready: _Ready, pool: KVPool) -> Drafting | None:
+def _drafting(ready: _Ready, pool: KVPool, leader: Leader | None) -> Drafting | None:
     """Return what drafts besides the text of requests; None for nothing."""
     if ready.head is None:
         return None
     opened, head = ready.head
     layers = range(ready.opened.model.num_layers, len(pool.layers))
-    return drafting(head, opened, pool.of_layers(layers), ready.model, ready.kernels, ready.config)
+    own = pool.of_layers(layers)
+    runner = head_runner(head, own, ready.kernels, ready.config, leader)
+    return drafting(runner, opened, ready.model, ready.kernels, ready.config)
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from freight.cache.pool import KVPool
 from freight.engine.compute import ChunkWork
-from freight.engine.decode_steps import DecodeSteps
 from freight.engine.guesses import LEAST, Guesses
-from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.engine.head_runner import HeadRunner
+from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.sampler import Draw, draw, highest
 from freight.engine.step import ScheduledChunk
-from freight.model.draft_head import DraftHead
+from freight.errors import RankError
 
 logger = logging.getLogger("freight")
 
@@ -68,30 +67,23 @@ class Drafting:
     def __init__(
         self,
         method: str,
-        head: DraftHead,
-        pool: KVPool,
-        captured: DecodeSteps | None,
-        device: str,
+        runner: HeadRunner,
         vocab_size: int,
         limit: int,
         cost: float,
         row: float,
     ) -> None:
-        """pool: of the head's layers alone, in the groups of the whole cache. captured: passes of few
-        rows, which are replayed. vocab_size: of the model. limit: positions that the head has. cost: of
-        a pass for one row, in steps of the model. row: what one more row adds to a step, in the same.
+        """vocab_size: of the model. limit: positions that the head has. cost: of a pass for one row, in
+        steps of the model. row: what one more row adds to a step, in the same.
         """
         self.method = method
-        self._head = head
-        self._pool = pool
-        self._captured = captured
-        self._device = device
+        self.runner = runner
         self._vocab_size = vocab_size
         self._limit = limit
         self._cost = cost
         self._row = row
         self._has_failed = False  # which is logged once
-        self._takes_features = head.feature_layers is not None
+        self._takes_features = runner.head.feature_layers is not None
 
     def guesses(self) -> Guesses:
         """Return those of a new request."""
@@ -112,10 +104,12 @@ class Drafting:
 
     def propose(self, work: Sequence[ChunkWork]) -> list[tuple[int, ...]]:
         """Take in the tokens of these chunks, and return the drafts behind each: none where the head
-        fails.
+        fails. Raises RankError once a rank is lost.
         """
         try:
             return self._propose(work)
+        except RankError:
+            raise
         except Exception as error:
             if not self._has_failed:
                 logger.warning(
@@ -252,8 +246,8 @@ class Drafting:
 
     def _ids(self, tokens: Tensor) -> list[int]:
         """Return the model's ids of tokens of the head's vocabulary."""
-        if self._head.vocabulary is not None:
-            tokens = self._head.vocabulary[tokens]
+        if self.runner.head.vocabulary is not None:
+            tokens = self.runner.head.vocabulary[tokens]
         ids: list[int] = tokens.tolist()
         return ids
 
@@ -263,22 +257,12 @@ class Drafting:
         """Run the head; return float32 logits [slices with logits, tokens], and of a head that takes
         features the states of these rows.
         """
-        if self._captured is not None and self._captured.takes(slices):
-            return self._captured.run(slices), None
-        batch = prepare(slices, self._pool.spec.groups, self._device)
-        if not self._takes_features:
-            states = self._head.hidden(batch, None, self._pool.layers)
-            return self._logits(states), None
-        joined = features[0]
-        if len(features) > 1:
-            joined = torch.cat(list(features))
-        states = self._head.hidden(batch, joined, self._pool.layers)
-        return self._logits(states), states
-
-    def _logits(self, states: Tensor) -> Tensor:
-        if not len(states):  # prompts that go on
-            return states.new_empty((0, self._vocab_size), dtype=torch.float32)
-        return self._head.logits(states)
+        joined = None
+        if self._takes_features:
+            joined = features[0]
+            if len(features) > 1:
+                joined = torch.cat(list(features))
+        return self.runner.run(slices, joined)
 
 
 def _probabilities(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -32,8 +32,10 @@ from freight.cache.arena import Arena, mapped
 from freight.cache.pool import KVPool, allocate_pool
 from freight.cache.spec import KVCacheSpec
 from freight.checkpoint.lora import AdapterModules, LoraAdapter
-from freight.engine.build import captured_steps, share_for_cache
+from freight.engine.build import captured_steps, opened_head, share_for_cache
 from freight.engine.fingerprint import fingerprint
+from freight.engine.head_runner import HeadRunner
+from freight.engine.heads import head_runner, kv_with_head, with_head
 from freight.engine.leader import HANG_UP, opened_as, pulse
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.rank_check import rank_check
@@ -49,6 +51,7 @@ from freight.errors import (
 )
 from freight.model.adapter_modules import adapter_modules
 from freight.model.decoder import Decoder, LanguageModel
+from freight.model.draft_head import DraftHead
 from freight.model.open import OpenModel, open_model, open_random
 from freight.parallel import messages
 from freight.parallel.messages import Kind, Start, integers_of
@@ -120,19 +123,22 @@ def follow(connection: socket.socket, files: Sequence[int]) -> int:
         opened, memory = _open(start, connection, files)
         config = opened.resolve(opened.args)
         kernels = opened.kernels(config)
-        identity = opened_as(fingerprint(opened, config, kernels, version()), kernels.name)
+        spec = opened.cache_spec(config)  # as rank 0: before the context is made to fit
+        opened_to_draft = opened_head(opened, config, spec)
+        spec = with_head(spec, opened_to_draft, config.compute_format, opened.ranks.size)
+        of_model = fingerprint(opened, config, kernels, version())
+        identity = opened_as(of_model, kernels.name, opened_to_draft)
         messages.send(connection, Kind.OPENED, identity.encode())
         max_len, positions = integers_of(messages.expect(connection, Kind.LOAD))
-        spec = opened.cache_spec(config)  # as rank 0: before the context is made to fit
         model = opened.load(replace(config, max_model_len=max_len), positions)
+        head = None if opened_to_draft is None else opened_to_draft.load(model)
         messages.send(connection, Kind.LOADED, _free_bytes(opened, config, spec))
         max_len, *num_blocks = integers_of(messages.expect(connection, Kind.POOL))
         config = replace(config, max_model_len=max_len)
-        pool = _pool(opened, config, model, spec, num_blocks, pages)
+        pool = _pool(opened, config, model, head, spec, num_blocks, pages)
         messages.send(connection, Kind.READY)
         memory.meet()
-        captured = captured_steps(model, pool, opened.kernels(config), config)
-        runner = ModelRunner(model, pool, config.device, captured)
+        runners = _runners(opened, config, model, head, pool)
         _check(connection, opened, config, memory)
     except FreightError as error:
         messages.send(connection, Kind.FAILED, f"{type(error).__name__}\n{error}".encode())
@@ -145,7 +151,7 @@ def follow(connection: socket.socket, files: Sequence[int]) -> int:
         modules = None
         if config.lora is not None:
             modules = adapter_modules(opened.model)
-        return _serve(connection, runner, memory, modules)
+        return _serve(connection, *runners, memory, modules)
 
 
 def _open(
@@ -237,24 +243,51 @@ def _pool(
     opened: OpenModel,
     config: EngineConfig,
     model: LanguageModel,
+    head: DraftHead | None,
     spec: KVCacheSpec,
     num_blocks: list[int],
     pages: int | None,
 ) -> KVPool:
     """Allocate this rank's part of the cache, in the memory `pages` if rank 0 maps it as well."""
     kernels = opened.kernels(config)
-    kv = opened.with_rank_scales(config).kv
+    kv = kv_with_head(opened.with_rank_scales(config).kv, len(spec.layers))
+    rotaries = model.rotaries
+    if head is not None:
+        rotaries += head.rotaries
     empty = None
     if pages is not None:
         empty = Arena(mapped(pages, Arena.bytes_for(spec, tuple(num_blocks)))).empty
         os.close(pages)
-    parts = (kernels, config.device, model.rotaries, empty, model.stages)
+    parts = (kernels, config.device, rotaries, empty, model.stages)
     return allocate_pool(spec, kv, num_blocks, *parts)
+
+
+def _runners(
+    opened: OpenModel,
+    config: EngineConfig,
+    model: LanguageModel,
+    head: DraftHead | None,
+    pool: KVPool,
+) -> tuple[ModelRunner, HeadRunner | None]:
+    """Return what runs the model, and what runs a head that drafts, over their layers of `pool`. The
+    features that a head takes come from rank 0.
+    """
+    kernels = opened.kernels(config)
+    of_head = None
+    if head is not None:
+        num_layers = opened.model.num_layers
+        layers = range(num_layers, len(pool.layers))
+        of_head = head_runner(head, pool.of_layers(layers), kernels, config)
+        pool = pool.of_layers(range(num_layers))
+    captured = captured_steps(model, pool, kernels, config)
+    runner = ModelRunner(model, pool, config.device, captured)
+    return runner, of_head
 
 
 def _serve(
     connection: socket.socket,
     runner: ModelRunner,
+    head: HeadRunner | None,
     memory: Transport,
     modules: AdapterModules | None,
 ) -> int:
@@ -282,6 +315,9 @@ def _serve(
         try:
             if kind is Kind.RUN:
                 rows = runner.run(_slices(reader.decode(data)))
+            elif kind is Kind.DRAFT:
+                assert head is not None
+                _draft(head, *reader.decode_draft(data))
             elif kind is Kind.LAUNCH:
                 _launch(runner, reader.decode_launch(data), drawn)
             elif kind is Kind.ADAPTER:
@@ -298,6 +334,17 @@ def _serve(
         except Exception as error:
             memory.fail()
             failed = f"{type(error).__name__}: {error}"
+
+
+def _draft(runner: HeadRunner, parts: Sequence[SliceNumbers], features: bytes) -> None:
+    """Run a pass of a head, with the features that rank 0 has of its rows; b'': it takes none."""
+    slices = _slices(parts)
+    given = None
+    if features:
+        num_rows = sum(len(part.token_ids) for part in slices)
+        words = torch.frombuffer(bytearray(features), dtype=runner.dtype)
+        given = words.reshape(num_rows, -1)
+    runner.run(slices, given)
 
 
 def _launch(runner: ModelRunner, launch: LaunchNumbers, drawn: dict[int, Drawn]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -14,13 +15,16 @@ from freight.checkpoint.reader import Checkpoint
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.drafting import Drafting
 from freight.engine.guesses import ASSUMED, FLOAT32_ROW, ROW, pays
+from freight.engine.head_runner import HeadLeader, HeadRunner
 from freight.engine.least_bytes import least_weight_bytes
 from freight.engine.recordings import CpuRecordings
 from freight.errors import CheckpointError, ConfigError, shown
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
+from freight.model.config.model import ModelConfig
 from freight.model.config.predicting import published_predicting
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.draft_head import DraftHead
@@ -31,6 +35,7 @@ from freight.model.open import OpenModel, open_model
 from freight.model.predicting import load_predicting, require_predicting
 from freight.model.second_model import SecondModel
 from freight.model.shapes import predicting_shapes
+from freight.parallel.shards import require_divisible
 from freight.settings.cpu_builds import multiplies_bfloat16
 from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
 from freight.settings.speculation import HeadKind, HeadSource, require_drafts_of
@@ -45,12 +50,12 @@ class OpenHead:
 
     method       what kind it is
     name         for messages
-    mixers       of its layers
+    mixers       of its layers, whole also where ranks divide them
     kinds        the stored format of each layer's keys and values
     limit        positions that it has
-    least_bytes  that its weights occupy at least
+    least_bytes  that its weights occupy at least, on all ranks together
     checkpoint   that it is read from; None: the model's own
-    load         reads its weights, for the model that it guesses for, which is loaded
+    load         reads its weights, or a rank's part, for the model that it guesses for, which is loaded
     """
 
     method: HeadKind
@@ -61,6 +66,14 @@ class OpenHead:
     least_bytes: int
     checkpoint: Checkpoint | None
     load: Callable[[LanguageModel], DraftHead]
+
+    @property
+    def identity(self) -> str:
+        """What ranks compare before they read weights, '' where the model's own checkpoint has them."""
+        if self.checkpoint is None:
+            return ""
+        said = repr((self.method, self.mixers, self.kinds, self.limit, self.least_bytes))
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 def open_head(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> OpenHead | None:
@@ -90,11 +103,22 @@ def open_head(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> Ope
 
 def _own_head(opened: OpenModel) -> HeadSource | None:
     """Return the layers of the model's own checkpoint that draft; None if it has none."""
-    if opened.checkpoint is None or opened.ranks.size > 1 or opened.args.pipeline_parallel_size > 1:
+    if opened.checkpoint is None or opened.args.pipeline_parallel_size > 1:
         return None
     if published_predicting(opened.model, opened.checkpoint.names) is None:
         return None
     return HeadSource(HeadKind.MTP)
+
+
+def _require_divided(head: ModelConfig, ranks: int, name: str) -> None:
+    """Raise ConfigError where ranks cannot divide a head whose layers are those of `head`."""
+    try:
+        require_divisible(head, ranks)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--speculative-config: {name} is divided as the model is, and cannot be: {error}; or draft from the text "
+            "of requests (--speculate)"
+        ) from error
 
 
 def _measured(config: EngineConfig, opened: OpenModel) -> LayerKVFormat:
@@ -132,6 +156,7 @@ def _open_predicting(opened: OpenModel, config: EngineConfig) -> OpenHead:
 
 def _open_eagle(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHead:
     eagle = open_eagle(folder, opened.model)
+    _require_divided(eagle.config.model, opened.ranks.size, shown(folder))
     return OpenHead(
         method=HeadKind.EAGLE3,
         name=shown(folder),
@@ -140,7 +165,7 @@ def _open_eagle(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHea
         limit=config.max_model_len,
         least_bytes=_num_values(eagle.shapes) * config.compute_format.bytes,
         checkpoint=eagle.checkpoint,
-        load=lambda model: eagle.load(config, model),
+        load=lambda model: eagle.load(config, model, opened.ranks),
     )
 
 
@@ -149,8 +174,12 @@ def _open_second(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHe
     name = shown(folder)
     require_drafts_of(second.model, name)
     _check_vocabulary(opened, second, name)
+    _require_divided(second.model, opened.ranks.size, name)
     limit = min(config.max_model_len, second.model.max_position_embeddings)
-    second = replace(second, args=replace(second.args, max_model_len=limit))
+    args = replace(
+        second.args, max_model_len=limit, tensor_parallel_size=opened.args.tensor_parallel_size
+    )
+    second = replace(second, args=args, ranks=opened.ranks, device=opened.device)
     of_second = second.resolve(second.args)
 
     def load(model: LanguageModel) -> DraftHead:
@@ -229,13 +258,18 @@ def _tokens(tokenizer: Tokenizer | None) -> dict[int, str]:
     return {token: text for text, token in tokenizer.vocabulary().items()}
 
 
-def with_head(spec: KVCacheSpec, head: OpenHead | None, compute: Format) -> KVCacheSpec:
+def with_head(spec: KVCacheSpec, head: OpenHead | None, compute: Format, ranks: int) -> KVCacheSpec:
     """Return the cache of a model and of the head behind its layers, in the blocks of those that keep
-    every token.
+    every token: that of each of several `ranks`, as `spec`.
     """
     if head is None:
         return spec
-    return with_layers(spec, head.mixers, head.kinds, compute)
+    mixers = []
+    for mixer in head.mixers:
+        if ranks > 1 and mixer is not None:
+            mixer = mixer.divided(ranks)
+        mixers.append(mixer)
+    return with_layers(spec, mixers, head.kinds, compute)
 
 
 def kv_with_head(kv: KVCacheConfig, num_layers: int) -> KVCacheConfig:
@@ -249,22 +283,33 @@ def kv_with_head(kv: KVCacheConfig, num_layers: int) -> KVCacheConfig:
     return replace(kv, scales=scales)
 
 
-def drafting(
+def head_runner(
     head: DraftHead,
-    opened: OpenHead,
     pool: KVPool,
-    model: LanguageModel,
     kernels: KernelSet,
     config: EngineConfig,
-) -> Drafting:
-    """Return what drafts for `model`. pool: of the head's layers."""
-    assert isinstance(model, Decoder), "refused where drafts are"
+    leader: HeadLeader | None = None,
+) -> HeadRunner:
+    """Return what runs a head. pool: of the head's layers."""
     captured = None
     if isinstance(kernels, CpuKernels) and isinstance(head, SecondModel):
         rows = max(config.max_num_seqs, 1 + config.most_drafts)
         capture = CpuRecordings(head.decoder, pool, kernels, rows)
         captured = DecodeSteps(capture, pool, config.max_model_len, config.device)
-    cost = _bytes_of(head.read) / _bytes_of((model.layers, model.head))
+    dtype = torch_dtype(config.compute_format)
+    return HeadRunner(head, pool, config.device, dtype, captured, leader)
+
+
+def drafting(
+    runner: HeadRunner,
+    opened: OpenHead,
+    model: LanguageModel,
+    kernels: KernelSet,
+    config: EngineConfig,
+) -> Drafting:
+    """Return what drafts for `model`."""
+    assert isinstance(model, Decoder), "refused where drafts are"
+    cost = _bytes_of(runner.head.read) / _bytes_of((model.layers, model.head))
     logger.info(
         "drafts: up to %d a step, by %s, one pass of which reads %.2f times what the model's reads",
         config.most_drafts,
@@ -282,10 +327,7 @@ def drafting(
         )
     return Drafting(
         method=str(opened.method),
-        head=head,
-        pool=pool,
-        captured=captured,
-        device=config.device,
+        runner=runner,
         vocab_size=model.config.vocab_size,
         limit=opened.limit,
         cost=cost,

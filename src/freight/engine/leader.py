@@ -31,6 +31,7 @@ from torch import Tensor
 from freight.base.descent import from_lasting_thread, with_parent
 from freight.cache.arena import mapped
 from freight.checkpoint.lora import LoraAdapter
+from freight.engine.heads import OpenHead
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import Inputs
 from freight.engine.sampler import Draw
@@ -397,6 +398,21 @@ class Leader:
         """Have the others run `slices`, as the body does. Raises as `step`."""
         return self.step(Kind.RUN, lambda: self.encode(slices))
 
+    def drafting(
+        self, slices: Sequence[SequenceSlice], features: Tensor | None
+    ) -> AbstractContextManager[None]:
+        """Have the others run a head over `slices`, as the body does, with the features that it takes:
+        requests keep these on rank 0 alone. Raises as `step`.
+        """
+
+        def data() -> bytes:
+            given = b""
+            if features is not None:
+                given = features.contiguous().view(torch.uint8).numpy().tobytes()
+            return self._writer.encode_draft(_numbers(slices), given)
+
+        return self.step(Kind.DRAFT, data)
+
     def taking_logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
         """Have the others compute the logits of `rows` of the last run, as the body does. Raises as
         `step`.
@@ -605,9 +621,12 @@ def _numbers(slices: Sequence[SequenceSlice]) -> list[SliceNumbers]:
     ]
 
 
-def opened_as(fingerprint: str, kernels: str) -> str:
-    """Return what a rank says of what it opened: fingerprint, version of torch, kernels."""
-    return f"{fingerprint} {torch.__version__} {kernels}"
+def opened_as(fingerprint: str, kernels: str, head: OpenHead | None) -> str:
+    """Return what a rank says of what it opened: fingerprint, also of a head that drafts, version of torch,
+    kernels.
+    """
+    of_head = "" if head is None else head.identity
+    return f"{fingerprint}{of_head} {torch.__version__} {kernels}"
 
 
 def _difference(theirs: str, ours: str) -> str:

@@ -36,6 +36,7 @@ from freight.errors import ConfigError
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
 from freight.model.mixers.dividing import CacheShare, Rank
+from freight.model.mixers.spec import Mixer
 from freight.model.open import OpenModel
 from freight.operands.tiles import KEY_TILE, STATE_TILE
 from freight.settings.cpu_builds import path_of
@@ -99,14 +100,16 @@ def open_store(
     cache: CacheManager,
     pool: KVPool,
     memories: tuple[Tensor, ...] = (),
+    of_head: Sequence[Mixer] = (),
 ) -> StoredPrefixes:
     """Return the store of `cache`, whose memory is `pool`, and `memories` of the other ranks, from
-    rank 1 on. A thread opens it.
+    rank 1 on. of_head: mixers of the layers of a head that drafts, behind the model's. A thread opens
+    it.
     """
     assert config.store is not None
     other_ranks = None
     if memories:
-        other_ranks = _other_ranks(opened, memories)
+        other_ranks = _other_ranks(opened, memories, of_head)
     groups = [GroupBytes(pool, index, other_ranks) for index in range(len(pool.spec.groups))]
     tiers = StoreTiers(config.store.folder, config.store.size, config.store.memory)
     stored = StoredPrefixes(tiers, cache, groups, config.store.salted)
@@ -121,15 +124,18 @@ def open_store(
     return stored
 
 
-def _other_ranks(opened: OpenModel, memories: tuple[Tensor, ...]) -> OtherRanks:
+def _other_ranks(
+    opened: OpenModel, memories: tuple[Tensor, ...], of_head: Sequence[Mixer]
+) -> OtherRanks:
     size = opened.ranks.size
     shares: dict[int, Mapping[str, tuple[CacheShare, ...]]] = {}
-    for index, layer in enumerate(opened.model.layers):
-        if layer.mixer is None:
+    mixers = (*(layer.mixer for layer in opened.model.layers), *of_head)
+    for index, mixer in enumerate(mixers):
+        if mixer is None:
             continue
         by_name: dict[str, tuple[CacheShare, ...]] = {}
         for number in range(size):
-            for name, share in layer.mixer.cache_shares(Rank(number, size)).items():
+            for name, share in mixer.cache_shares(Rank(number, size)).items():
                 by_name[name] = (*by_name.get(name, ()), share)
         shares[index] = by_name
     return OtherRanks(memories, shares)

@@ -122,7 +122,12 @@ class Builder:
         """Build a projection whose outputs are on all ranks, if there are several, as with `inputs`
         its inputs are.
         """
-        linear = self.linear(prefix, module)
+        return self.whole(self.linear(prefix, module), inputs)
+
+    def whole(self, linear: OwnLinear, inputs: bool = False) -> Projection:
+        """Return a projection of whose outputs this rank has some, with those of all; `inputs` as in
+        `gathered`.
+        """
         return linear if self.share is None else GatheredLinear(linear, self.kernels, inputs)
 
     def convolution(self, name: str, bias: bool, silu: bool) -> Convolution:
@@ -176,7 +181,7 @@ class Builder:
             return LayerNorm(scale, bias, eps, self.kernels)
         return RMSNorm(self.norm_weight(name) if weight is None else weight, eps, self.kernels)
 
-    def kept(self, modules: Sequence[str], rows: Tensor | None = None) -> Projection:
+    def kept(self, modules: Sequence[str], rows: Tensor | None = None) -> OwnLinear:
         """Build projections that are not quantized at load, merged where they can be.
 
         A checkpoint may still have some of them in FP8. `rows`: the order of the outputs, for a

@@ -20,26 +20,31 @@ from freight.cache.pool import LayerCache, PagedState
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.errors import CheckpointError, ConfigError
+from freight.kernels.interface import KernelSet
 from freight.model.architectures import tensor_names
 from freight.model.config.eagle import EagleConfig, parse_eagle
 from freight.model.config.model import ModelConfig
 from freight.model.decoder import Decoder, DecoderLayer, LanguageModel, Residual, computing_on
 from freight.model.layers.embedding import Embedding, LogitsHead
-from freight.model.layers.linear import Linear
+from freight.model.layers.linear import Projection
 from freight.model.layers.norm import Norm
 from freight.model.layers.rope import build_ropes
-from freight.model.loader import ModelBuilder
+from freight.model.loader import ModelBuilder, builder_of_share, present_share
 from freight.model.mixers.attention.layer import Attention
 from freight.model.mixers.attention.spec import AttentionConfig
+from freight.model.mixers.dividing import Rank, rows_of
 from freight.model.mixers.registry import build_mixer
 from freight.model.mixers.spec import Mixer
 from freight.model.moved import Mover
 from freight.model.open import OpenModel
 from freight.model.shapes import tensor_shapes
+from freight.model.shares import Share, pieces_of_layer, pieces_of_vocabulary, share_of_part
 from freight.model.sources import CheckpointSource
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import as_tensor
 from freight.operands.rotary import Rotary
+from freight.parallel.ranks import ALONE, Ranks
+from freight.parallel.shards import require_divisible
 from freight.settings.engine import EngineConfig
 
 logger = logging.getLogger("freight")
@@ -48,6 +53,7 @@ _HIDDEN_NORM = "hidden_norm.weight"
 _INPUT_NORM = "input_norm.weight"
 _FC_NORM = "fc_norm.{}.weight"
 _IDS = "d2t"
+_FC = "fc.weight"
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class EagleHead:
     feature_layers: tuple[int, ...]
     vocabulary: Tensor | None
     embedding: Embedding
-    fc: Linear | None
+    fc: Projection | None
     fc_norms: tuple[Tensor, ...]
     input_norms: tuple[Tensor, Tensor]
     attention: Attention
@@ -140,6 +146,11 @@ class EagleHead:
             return self.head(states)
 
 
+def attention_of(model: ModelConfig) -> AttentionConfig:
+    """Return the attention of a head's one layer."""
+    return model.attention[0]
+
+
 @dataclass(frozen=True)
 class OpenEagle:
     """A head whose files are checked, and no weight read yet but the ids of `vocabulary`."""
@@ -152,23 +163,49 @@ class OpenEagle:
     @property
     def mixer(self) -> AttentionConfig:
         """Its attention, of which the cache keeps keys and values."""
-        return self.config.model.attention[0]
+        return attention_of(self.config.model)
 
-    def load(self, config: EngineConfig, decoder: LanguageModel) -> EagleHead:
+    def share(self, rank: Rank) -> Share:
+        """Return what a rank has of it. Raises ConfigError as `parallel.shards.require_divisible`."""
+        model = self.config.model
+        require_divisible(model, rank.size)
+        names = tensor_names(model)
+        size = model.hidden_size
+        layer = model.layers[0]
+        pieces = pieces_of_layer(layer, size, names, names.layer.format(0), rank, self.shapes)
+        pieces[names.head] = pieces_of_vocabulary(self.config.draft_vocab_size, rank)
+        if _FC in self.shapes:
+            pieces[_FC] = rows_of(rank.part(size))
+        if names.embedding in self.shapes:
+            pieces[names.embedding] = ((slice(None), rank.part(size)),)
+        return share_of_part(model, rank, self.shapes, pieces)
+
+    def _builder(
+        self, config: EngineConfig, kernels: KernelSet, device: str, ranks: Ranks
+    ) -> ModelBuilder:
+        """Return the builder of its parts, or of those of a rank."""
+        formats = config.compute_format, config.compute_format
+        source = CheckpointSource(self.checkpoint, *formats, device)
+        names = tensor_names(self.config.model)
+        if ranks.size == 1:
+            return ModelBuilder(source, self.config.model, names, self.shapes, kernels)
+        share = self.share(Rank(ranks.rank, ranks.size))
+        present_share(self.checkpoint, share, {}, {})
+        return builder_of_share(source, share, names, kernels)
+
+    def load(self, config: EngineConfig, decoder: LanguageModel, ranks: Ranks = ALONE) -> EagleHead:
         """Read the weights, in the compute dtype, to the device of the last layers of `decoder`, the
-        model that it guesses for; its kernels compute.
+        model that it guesses for; its kernels compute. Of several `ranks` each has its part.
         """
         assert isinstance(decoder, Decoder), "refused by `open_eagle`"
         device = decoder.last_device or config.device
-        formats = config.compute_format, config.compute_format
-        source = CheckpointSource(self.checkpoint, *formats, device)
-        model = self.config.model.for_context(config.max_model_len)
-        names = tensor_names(model)
         kernels = decoder.kernels
-        builder = ModelBuilder(source, model, names, self.shapes, kernels)
-        ropes = build_ropes(model.ropes, config.max_model_len, device)
+        builder = self._builder(config, kernels, device, ranks)
+        names = builder.names
+        of_context = self.config.model.for_context(config.max_model_len)
+        ropes = build_ropes(of_context.ropes, config.max_model_len, device)
         prefix = names.layer.format(0)
-        layer = model.layers[0]
+        layer = builder.config.layers[0]
         attention = build_mixer(layer.mixer, builder, prefix, ropes)
         assert isinstance(attention, Attention)
         rest = DecoderLayer(
@@ -183,19 +220,22 @@ class OpenEagle:
         of_embedding, of_state = [builder.norm_weight(prefix + name) for name in norms]
         fc_norms = [builder.norm_weight(name) for name in _fc_norms(self.config)]
         vocabulary = self.vocabulary
+        fc = builder.outer("fc")
         head = EagleHead(
-            mixer=self.mixer,
+            mixer=attention_of(builder.config),
             feature_layers=self.config.feature_layers,
             vocabulary=None if vocabulary is None else vocabulary.to(device),
             embedding=self._embedding(builder, decoder.embedding, device),
-            fc=builder.outer("fc"),
+            fc=None if fc is None else builder.whole(fc),
             fc_norms=tuple(fc_norms),
             input_norms=(of_embedding, of_state),
             attention=attention,
             rest=rest,
             norm=builder.norm(names.norm),
             head=LogitsHead(
-                kernels.pack(source.head(names.head, self.shapes[names.head])), kernels
+                kernels.pack(builder.source.head(names.head, builder.shapes[names.head])),
+                kernels,
+                gathered=None if builder.share is None else self.config.draft_vocab_size,
             ),
             norm_before_residual=self.config.norm_before_residual,
             norm_output=self.config.norm_output,
@@ -305,7 +345,7 @@ def _shapes(checkpoint: Checkpoint, config: EagleConfig, target: ModelConfig) ->
     shapes[names.head] = (config.draft_vocab_size, size)
     if config.feature_layers:
         features = len(config.feature_layers) * config.target_hidden_size
-        shapes["fc.weight"] = (size, features)
+        shapes[_FC] = (size, features)
     shapes |= {name: (channels,) for name, channels in _fc_norms(config).items()}
     if names.embedding not in checkpoint.names:
         of_target = target.embedding_size or target.hidden_size

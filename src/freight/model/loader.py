@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -391,11 +391,18 @@ def model_builder(
     `share`: the part of it that a rank has; `config` and `source` are then the rank's. `banks`: as in
     `Builder`.
     """
-    shapes = tensor_shapes(config)
+    names = tensor_names(config)
     if share is not None:
-        shapes = dict(share.shapes)
-        source = RankSource(source, share.uncut)
-    return ModelBuilder(source, config, tensor_names(config), shapes, kernels, share, banks)
+        return replace(builder_of_share(source, share, names, kernels), config=config, banks=banks)
+    return ModelBuilder(source, config, names, tensor_shapes(config), kernels, None, banks)
+
+
+def builder_of_share(
+    source: WeightSource, share: Share, names: TensorNames, kernels: KernelSet
+) -> ModelBuilder:
+    """Return a builder of the parts that a rank has. `source` reads the rank's tensors."""
+    own = RankSource(source, share.uncut)
+    return ModelBuilder(own, share.model, names, dict(share.shapes), kernels, share)
 
 
 def build_decoder(
@@ -506,7 +513,8 @@ def load_model(
     if kernels.multiplies_blocks and not weight_format.is_quantized:
         stored |= computed_blocks(checkpoint, config, tensor_names(config), tensor_shapes(config))
     if share is not None:
-        require_whole_blocks(share, linears)
+        of_all = (share_of(share.whole, rank, share.size) for rank in range(share.size))
+        require_whole_blocks(of_all, linears)
         stored, packed = present_share(checkpoint, share, stored, packed)
         config = replace(share.model, ropes=config.ropes)
     source = CheckpointSource(
@@ -614,13 +622,15 @@ def require_groups(
         )
 
 
-def require_whole_blocks(share: Share, stored: Mapping[str, StoredLinear]) -> None:
+def require_whole_blocks(shares: Iterable[Share], stored: Mapping[str, StoredLinear]) -> None:
     """Raise ConfigError if any rank would cut a block of scales: where the others do not, they would
-    read all of their weights first.
+    read all of their weights first. shares: of all ranks.
     """
     blocks = {name: matrix for name, matrix in stored.items() if matrix.cuts_blocks}
-    for rank in range(share.size if blocks else 0):
-        pieces = share_of(share.whole, rank, share.size).pieces
+    if not blocks:
+        return
+    for share in shares:
+        pieces = share.pieces
         for name in blocks.keys() & pieces.keys() - {tensor_names(share.whole).embedding}:
             blocks[name].of_rows(_rows(pieces[name]))
 

@@ -23,7 +23,6 @@ from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import ConfigError, listed
 from freight.fp8.cast import torch_dtype
-from freight.fp8.scheme import Scheme
 from freight.kernels.interface import KernelSet
 from freight.model.architectures import tensor_names
 from freight.model.building import Ropes
@@ -37,12 +36,21 @@ from freight.model.layers.embedding import Embedding, LogitsHead
 from freight.model.layers.linear import Projection
 from freight.model.layers.norm import Norm
 from freight.model.layers.rope import build_ropes
-from freight.model.loader import ModelBuilder, computed_blocks, require_groups
+from freight.model.loader import (
+    ModelBuilder,
+    builder_of_share,
+    computed_blocks,
+    present_share,
+    require_groups,
+    require_whole_blocks,
+)
 from freight.model.mixers.attention.layer import Attention
+from freight.model.mixers.dividing import Pieces, Rank, rows_of
 from freight.model.mixers.spec import Mixer
 from freight.model.open import OpenModel
 from freight.model.shapes import predicting_shapes
-from freight.model.sources import CheckpointSource, Stored
+from freight.model.shares import Share, pieces_of_layer, share_of_part
+from freight.model.sources import CheckpointSource, Stored, WeightSource
 from freight.model.stored import find_matrices
 from freight.operands.activation import GateFunction
 from freight.operands.batch import ForwardBatch
@@ -137,8 +145,8 @@ def load_predicting(
     """Read the layers that predict further tokens, after `opened` was loaded with `config` as `decoder`,
     in its formats. `num_positions` as in `OpenModel.load`.
 
-    Raises ConfigError as `require_predicting`; CheckpointError, before a weight is read, for tensors
-    that are missing, misshapen or left over.
+    Of several ranks each has its part of the layers. Raises ConfigError as `require_predicting`;
+    CheckpointError, before a weight is read, for tensors that are missing, misshapen or left over.
     """
     predicting = require_predicting(opened, config)
     checkpoint = opened.checkpoint
@@ -146,7 +154,7 @@ def load_predicting(
     kernels = decoder.kernels
     length = num_positions or config.max_model_len
     with opened.threads(config):
-        builder = _builder(checkpoint, predicting, opened.scheme, config, decoder)
+        builder = _builder(checkpoint, predicting, opened, config, decoder)
         ropes = build_ropes(decoder.config.ropes, length, config.device)
         indices = range(len(predicting.prefixes))
         layers = tuple(_layer(builder, predicting, index, ropes) for index in indices)
@@ -163,7 +171,7 @@ def load_predicting(
 
 def require_predicting(opened: OpenModel, config: EngineConfig) -> PredictingConfig:
     """Return the layers of `opened` that predict further tokens. Raises ConfigError if there are none
-    that are read, and for a model on several ranks or devices.
+    that are read, and for a model on several devices.
     """
     tensors = frozenset[str]() if opened.checkpoint is None else opened.checkpoint.names
     predicting = published_predicting(opened.model, tensors)
@@ -172,7 +180,7 @@ def require_predicting(opened: OpenModel, config: EngineConfig) -> PredictingCon
             f"{opened.args.model} has no layers that predict further tokens, or none that are read (model_type "
             f"{opened.model.model_type}); draft with ngram or suffix"
         )
-    if opened.ranks.size > 1 or opened.stages(config):
+    if opened.stages(config):
         raise ConfigError(
             "layers that predict further tokens run on one device: choose one GPU, or draft with ngram or suffix"
         )
@@ -182,13 +190,14 @@ def require_predicting(opened: OpenModel, config: EngineConfig) -> PredictingCon
 def _builder(
     checkpoint: Checkpoint,
     predicting: PredictingConfig,
-    scheme: Scheme,
+    opened: OpenModel,
     config: EngineConfig,
     decoder: Decoder,
 ) -> ModelBuilder:
     """Find and check the tensors of the layers; return the builder of their parts."""
     kernels = decoder.kernels
-    model = replace(decoder.config, layers=(predicting.layer,))
+    scheme = opened.scheme
+    model = replace(opened.model, layers=(predicting.layer,), ropes=decoder.config.ropes)
     names = tensor_names(model)
     mlp = predicting.layer.feed_forward
     if isinstance(mlp, MoEConfig):
@@ -203,18 +212,28 @@ def _builder(
     stored: dict[str, Stored] = {**matrices.linears, **matrices.four}
     if kernels.multiplies_blocks and not config.weight_format.is_quantized:
         stored |= _blocks(checkpoint, model, predicting, shapes)
-    source = CheckpointSource(
+    packed = matrices.packed
+    share = None
+    size = opened.ranks.size
+    if size > 1:
+        of_all = [share_of_predicting(model, predicting, Rank(rank, size)) for rank in range(size)]
+        require_whole_blocks(of_all, matrices.linears)
+        share = of_all[opened.ranks.rank]
+        stored, packed = present_share(checkpoint, share, stored, packed)
+    source: WeightSource = CheckpointSource(
         checkpoint,
         config.compute_format,
         config.weight_format,
         config.device,
         stored,
         rounds=scheme.weight_format is None,
-        packed=matrices.packed,
+        packed=packed,
         keeps_mxfp4=kernels.packs_mxfp4,
         int4=config.int4,
     )
-    return ModelBuilder(source, model, names, shapes, kernels)
+    if share is None:
+        return ModelBuilder(source, model, names, shapes, kernels)
+    return builder_of_share(source, share, names, kernels)
 
 
 def _blocks(
@@ -233,6 +252,21 @@ def _blocks(
         own = {name: size for name, size in shapes.items() if name.startswith(prefix)}
         blocks |= computed_blocks(checkpoint, model, replace(names, layer=prefix), own)
     return blocks
+
+
+def share_of_predicting(model: ModelConfig, predicting: PredictingConfig, rank: Rank) -> Share:
+    """Return what a rank has of the layers, which divide as the model's last one does. `model` has their
+    layer alone.
+    """
+    shapes = predicting_shapes(model, predicting)
+    names = tensor_names(model)
+    hidden = model.hidden_size
+    pieces: dict[str, Pieces] = {}
+    for index, prefix in enumerate(predicting.prefixes):
+        pieces |= pieces_of_layer(predicting.layer, hidden, names, prefix, rank, shapes)
+        projection = predicting.weight(index, predicting.form.projection)
+        pieces[projection] = rows_of(rank.part(hidden))
+    return share_of_part(model, rank, shapes, pieces)
 
 
 def _require_all_read(
@@ -272,7 +306,7 @@ def _layer(
         embedding_norm=builder.norm_weight(predicting.weight(index, form.embedding_norm)),
         features_norm=builder.norm_weight(predicting.weight(index, form.features_norm)),
         eps=config.norm_eps,
-        projection=builder.kept([predicting.module(index, form.projection)]),
+        projection=builder.whole(builder.kept([predicting.module(index, form.projection)])),
         decoder=of_layer.layer(0, ropes),
         norm=builder.norm(predicting.weight(index, form.norm)),
     )

@@ -59,7 +59,7 @@ def share_of(model: ModelConfig, rank: int, size: int) -> Share:
     uncut = dict(shapes)
     pieces: dict[str, Pieces] = {
         names.embedding: ((slice(None), position.part(width)),),
-        names.head: _vocabulary(model.vocab_size, rank, size),
+        names.head: pieces_of_vocabulary(model.vocab_size, position),
     }
     if model.per_layer_vocab_size is not None:
         of_layers = position.part(model.per_layer_size)
@@ -67,24 +67,53 @@ def share_of(model: ModelConfig, rank: int, size: int) -> Share:
         pieces[f"{names.per_layer_projection}.weight"] = ((of_layers,),)
     for index, layer in enumerate(model.layers):
         prefix = names.layer.format(index)
-        for name, cut in _layer_pieces(layer, model.hidden_size, names, position):
-            if prefix + name in shapes:
-                pieces[prefix + name] = cut
-        if names.interleaved:
-            for name, outputs in _interleaved(layer.feed_forward, names):
-                columns = position.part(shapes[prefix + name][-1])
-                pieces[prefix + name] = ((*[slice(None)] * outputs, columns),)
+        pieces |= pieces_of_layer(layer, model.hidden_size, names, prefix, position, shapes)
     for name, cut in pieces.items():
         shapes[name] = narrowed(shapes[name], cut)
     return Share(model, model_of_rank, rank, size, pieces, shapes, uncut)
 
 
-def _vocabulary(size_of_all: int, rank: int, size: int) -> Pieces:
+def share_of_part(
+    model: ModelConfig, ranks: Rank, shapes: Mapping[str, Shape], pieces: Mapping[str, Pieces]
+) -> Share:
+    """Return what a rank has of `shapes`, tensors that are no complete model: a head that drafts. `model`
+    has its layers, `pieces` are as in `Share`. Raises ConfigError as `of_rank`.
+    """
+    of_one = of_rank(model, ranks.size)
+    own = dict(shapes)
+    for name, cut in pieces.items():
+        own[name] = narrowed(own[name], cut)
+    return Share(model, of_one, ranks.number, ranks.size, pieces, own, dict(shapes))
+
+
+def pieces_of_layer(
+    layer: LayerConfig,
+    hidden: int,
+    names: TensorNames,
+    prefix: str,
+    rank: Rank,
+    shapes: Mapping[str, Shape],
+) -> dict[str, Pieces]:
+    """Return the pieces of `rank` of each tensor of a layer that is cut and is in `shapes`, by its name,
+    which begins with `prefix`.
+    """
+    pieces: dict[str, Pieces] = {}
+    for name, cut in _layer_pieces(layer, hidden, names, rank):
+        if prefix + name in shapes:
+            pieces[prefix + name] = cut
+    if names.interleaved:
+        for name, outputs in _interleaved(layer.feed_forward, names):
+            columns = rank.part(shapes[prefix + name][-1])
+            pieces[prefix + name] = ((*[slice(None)] * outputs, columns),)
+    return pieces
+
+
+def pieces_of_vocabulary(size_of_all: int, rank: Rank) -> Pieces:
     """Return the rows of the head of `rank`, as many on each. Where the vocabulary does not divide
     evenly, the last rank has the first rows again, whose logits are dropped.
     """
-    share = -(-size_of_all // size)
-    first = rank * share
+    share = -(-size_of_all // rank.size)
+    first = rank.number * share
     rows = [slice(first, min(first + share, size_of_all))] if first < size_of_all else []
     over = min(share, first + share - size_of_all)
     if over > 0:

@@ -34,6 +34,7 @@ class Kind(IntEnum):
     POOL = 2  # blocks by group: it allocates its cache
     RUN = 3  # a step (`parallel/steps.py`)
     LAUNCH = 17  # a step whose tokens every rank draws (`parallel/steps.py`)
+    DRAFT = 18  # a pass of a head that drafts: slices, and features (`parallel/steps.py`)
     LOGITS = 4  # rows of the last step, int64, whose logits are computed
     ADAPTER = (
         15  # a slot, a digest and a path: it loads an adapter, and answers with LOADED or FAILED

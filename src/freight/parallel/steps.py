@@ -20,6 +20,8 @@ from freight.sampling import SamplingParams
 
 Table = tuple[int, ...]
 Known = tuple[SamplingParams, int]  # what a row draws with: parameters and seed
+_NUMBER = 8  # bytes
+_OF_HEAD = -1  # in place of a microbatch
 _NONE = -1  # for a slice without an adapter, or without a second text
 
 
@@ -84,6 +86,13 @@ class StepWriter:
     def encode(self, slices: Sequence[SliceNumbers]) -> bytes:
         """Return a step as bytes."""
         return _bytes(self._slices(slices, 0))
+
+    def encode_draft(self, slices: Sequence[SliceNumbers], features: bytes) -> bytes:
+        """Return a pass of a head as bytes, with the features that it takes. Its rows are others than a
+        step's.
+        """
+        numbers = self._slices(slices, _OF_HEAD)
+        return _bytes([len(numbers), *numbers]) + features
 
     def encode_launch(self, launch: LaunchNumbers) -> bytes:
         """Return a step whose tokens every rank draws as bytes."""
@@ -153,6 +162,12 @@ class StepReader:
     def decode(self, data: bytes) -> list[SliceNumbers]:
         """Return the slices of a step."""
         return self._slices(_numbers(data), 0)
+
+    def decode_draft(self, data: bytes) -> tuple[list[SliceNumbers], bytes]:
+        """Return the slices of a pass of a head, and its features."""
+        (count,) = _numbers(data[:_NUMBER])
+        end = _NUMBER * (1 + count)
+        return self._slices(_numbers(data[_NUMBER:end]), _OF_HEAD), data[end:]
 
     def decode_launch(self, data: bytes) -> LaunchNumbers:
         """Return a step whose tokens every rank draws."""

@@ -206,17 +206,22 @@ def _require_native(model: ModelConfig, weights: str) -> None:
 
 
 def _check_head(args: EngineArgs) -> None:
-    """Raise ConfigError for drafts that cannot be read, and a head beside several ranks or stages."""
-    head = speculation(args.speculate, args.speculative_config).head
-    for option, size in (
-        ("--tensor-parallel-size", args.tensor_parallel_size),
-        ("--pipeline-parallel-size", args.pipeline_parallel_size),
-    ):
-        if head is not None and size > 1:
-            raise ConfigError(
-                f"--speculative-config: method {str(head.kind)!r} drafts in an engine of one rank and one stage, and "
-                f"{option} is {size}: drafts from the text of requests (--speculate) work there"
-            )
+    """Raise ConfigError for drafts that cannot be read, a head beside several stages, and one for
+    another number of ranks.
+    """
+    drafts = speculation(args.speculate, args.speculative_config)
+    stages = args.pipeline_parallel_size
+    if drafts.head is not None and stages > 1:
+        raise ConfigError(
+            f"--speculative-config: method {str(drafts.head.kind)!r} drafts in an engine of one stage, and "
+            f"--pipeline-parallel-size is {stages}: drafts from the text of requests (--speculate) work there"
+        )
+    ranks = args.tensor_parallel_size
+    if drafts.ranks not in (None, ranks):
+        raise ConfigError(
+            f"--speculative-config: 'draft_tensor_parallel_size' is {drafts.ranks}, and --tensor-parallel-size is "
+            f"{ranks}: what drafts is divided as the model is; omit it"
+        )
 
 
 def _check_ranks(args: EngineArgs) -> None:

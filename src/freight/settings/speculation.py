@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from os import PathLike
 
@@ -38,6 +38,7 @@ class HeadKind(StrEnum):
     EAGLE3 = "eagle3"
 
 
+_RANKS = "draft_tensor_parallel_size"
 _OF_TEXT = ("ngram", "suffix")
 METHODS = (*_OF_TEXT, *map(str, HeadKind))
 # vLLM's names of the layers that its models publish; it reads them as 'mtp'
@@ -78,12 +79,14 @@ class Speculation:
     from_text  whether each request's own text does
     head       what does besides, or where the text gives nothing; None: nothing
     finds_head whether the model's own layers are meant, if it has any and no head is named
+    ranks      that divide the head, which have to be those of the model; None: those
     """
 
     most: int
     from_text: bool = True
     head: HeadSource | None = None
     finds_head: bool = False
+    ranks: int | None = None
 
 
 NO_DRAFTS = Speculation(0)
@@ -109,7 +112,7 @@ def speculation(speculate: object, config: str | None) -> Speculation:
     if not is_auto:
         return configured
     finds_head = configured.head is None
-    return Speculation(configured.most, True, configured.head, finds_head)
+    return replace(configured, from_text=True, finds_head=finds_head)
 
 
 def require_drafts_of(model: ModelConfig, name: str) -> None:
@@ -177,20 +180,19 @@ def _read(config: str, most: int) -> Speculation:
                 f"omit it, or write {_EXAMPLE}"
             )
         return Speculation(most)
-    return Speculation(most, False, _head(HeadKind(method), folder))
+    ranks = read.get(_RANKS)
+    return Speculation(most, False, _head(HeadKind(method), folder), ranks=ranks)
 
 
 def _check_keys(read: Mapping[str, object]) -> None:
     for key, value in read.items():
         if key in _OTHER_KEYS:
             raise ConfigError(f"--speculative-config: {key!r}: {_OTHER_KEYS[key]}")
-        if key == "draft_tensor_parallel_size" and value == 1:
-            continue
-        if key == "draft_tensor_parallel_size":
+        if key == _RANKS and (not is_integer(value) or value < 1):
             raise ConfigError(
-                f"--speculative-config: {key!r} is {value!r}: what drafts has one rank, write 1"
+                f"--speculative-config: {key!r} is {value!r}: what drafts is divided as the model is; omit it"
             )
-        if key != "num_speculative_tokens":
+        if key != _RANKS and key != "num_speculative_tokens":
             raise ConfigError(
                 f"--speculative-config: {key!r} is unknown; known are method, model and num_speculative_tokens"
             )

@@ -51,8 +51,8 @@ SECOND = HeadSource(HeadKind.MODEL, "./small")
         (None, {"model": "./small"}, Speculation(DEFAULT_DRAFTS, False, SECOND)),
         (
             None,
-            {"method": "draft_model", "model": "./small", "draft_tensor_parallel_size": 1},
-            Speculation(DEFAULT_DRAFTS, False, SECOND),
+            {"method": "draft_model", "model": "./small", "draft_tensor_parallel_size": 2},
+            Speculation(DEFAULT_DRAFTS, False, SECOND, ranks=2),
         ),
         (
             "auto",
@@ -95,7 +95,11 @@ def test_what_drafts(speculate: Any, config: Any, drafts: Speculation) -> None:
         (None, '{"method": "eagle3", "model": 5}', "'eagle3' needs the folder"),
         (None, '{"method": "mtp", "model": "x"}', "'mtp' takes the layers of the model's own"),
         (None, '{"method": "ngram", "model": "x"}', "own text, and takes no model"),
-        (None, '{"model": "x", "draft_tensor_parallel_size": 2}', "has one rank, write 1"),
+        (
+            None,
+            '{"model": "x", "draft_tensor_parallel_size": 2}',
+            "is 2, and --tensor-parallel-size is 1",
+        ),
         (None, '{"model": "x", "quantization": "fp8"}', "loaded as the model is: omit it"),
         (None, '{"num_speculative_tokens": 3}', "method None: choose"),
         (None, '{"method": "ngram", "prompt_lookup_max": 4}', "'prompt_lookup_max': how long"),

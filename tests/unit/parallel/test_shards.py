@@ -264,10 +264,13 @@ def test_blocks_that_a_later_rank_would_cut_are_refused_by_the_first() -> None:
         given = (Format.E4M3FN, scale, Activations.DYNAMIC, None, None)
         return {name: StoredLinear(name, (rows, 48), *given)}
 
+    def shares(size: int) -> list[Share]:
+        return [share_of(model, rank, size) for rank in range(size)]
+
     for size in (1, 3):
-        require_whole_blocks(share_of(model, 0, size), stored(384))
+        require_whole_blocks(shares(size), stored(384))
     with refuses(ConfigError, "rows 192 to 384", "gate_proj", "--tensor-parallel-size"):
-        require_whole_blocks(share_of(model, 0, 2), stored(384))
+        require_whole_blocks(shares(2), stored(384))
 
 
 def test_one_rank_divides_nothing() -> None:

@@ -70,6 +70,9 @@ def test_draws_are_read_as_they_were_written(
         assert (found.microbatch, found.slices, found.rows) == (microbatch, slices, rows)
         assert [*map(bits_of, found.draws)] == [*map(bits_of, draws)]
         logits = torch.randn(len(draws), 50, generator=torch.Generator().manual_seed(number))
+        features = bytes(range(number % 7))
+        of_head = [part._replace(start=part.start + 1) for part in slices]
+        assert reader.decode_draft(writer.encode_draft(of_head, features)) == (of_head, features)
         again = [Draw(*numbers) for numbers in found.draws]
         for one, other in zip(draw(logits, draws), draw(logits, again), strict=True):
             assert torch.equal(one, other)
