@@ -122,7 +122,7 @@ def run(
         patch.setattr(reference_sparse, "highest", watched)
         for begin, end in zip(chunks, [*chunks[1:], len(ids)], strict=True):
             logits.append(runner.logits(list(ids[begin:end]), begin, pool.whole))
-    indexers = sum(layer.mixer.indexer is not None for layer in opened.model.layers)
+    indexers = sum(mixer.index_dim > 0 for mixer in opened.model.paged.values())
     chosen: Choices = [[set() for _ in ids] for _ in range(indexers)]
     turn = dict.fromkeys(range(len(ids)), 0)
     for first, keys in calls:

@@ -291,6 +291,7 @@ def test_indexers_as_published(
     assert {mixers[i].indexer for i in owners} == {indexer}
     for i, mixer in enumerate(mixers):
         assert mixer.chosen_by == max(owner for owner in owners if owner <= i)
+    assert mixers[0].q_rank is not None
     own = (
         indexer.num_heads * 128 * mixers[0].q_rank
         + (128 + indexer.num_heads) * model.hidden_size
