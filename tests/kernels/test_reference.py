@@ -17,11 +17,12 @@ from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.cast import decode, encode, torch_dtype
 from freight.fp8.formats import Format
-from freight.kernels import reference, reference_rows
+from freight.kernels import reference, reference_experts, reference_rows
 from freight.kernels.reference import Fp8Products
 from freight.operands.activation import GatedActivation, GateFunction
 from freight.operands.attention import AttentionCall
 from freight.operands.kv_pages import KVPages
+from freight.operands.routing import Routing, Scoring
 from freight.operands.weight import Weight
 
 SILU = GatedActivation.SILU
@@ -406,3 +407,15 @@ def test_a_dynamic_scale_ignores_what_is_not_finite():
     assert pages.k_scale is not None
     assert pages.k_scale[0, 0].tolist() == [1.0, 2.0**-126]
     assert pages.k[0, 0, 0].float()[:2].tolist() == [448.0, 448.0]
+
+
+@pytest.mark.parametrize("scoring", Scoring)
+@pytest.mark.parametrize("experts", [6, 8, 20])
+def test_a_row_has_the_same_experts_and_weights_alone(scoring: Scoring, experts: int) -> None:
+    logits = 3 * torch.randn(200, experts)
+    routing = Routing(experts, 3, scoring, normed=scoring is Scoring.SIGMOID)
+    ids, weights = reference_experts.choose(logits, routing, None)
+    for row in range(200):
+        alone = reference_experts.choose(logits[row : row + 1], routing, None)
+        assert torch.equal(alone[0][0], ids[row])
+        assert torch.equal(alone[1][0], weights[row])

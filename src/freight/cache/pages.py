@@ -4,6 +4,7 @@ layout.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from freight.cache.spec import LayerKVSpec
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import SCALE_GROUP, Granularity
 from freight.fp8.scheme import LayerScales
-from freight.operands.kv_pages import KVPages
+from freight.operands.kv_pages import IndexPages, KVPages
 from freight.settings.engine import PageLayout
 
 
@@ -45,7 +46,31 @@ def allocate_pages(
     `scales` are static. `empty` allocates on `device`.
     """
     empty = empty or empty_on(device)
-    shape = num_blocks, block_size, spec.num_kv_heads
+    pages = _kv_pages(spec, layout, scales, (num_blocks, block_size), device, empty)
+    if not spec.index_dim:
+        return pages
+    return replace(pages, index=_index_pages(spec, layout, (num_blocks, block_size), empty))
+
+
+def _index_pages(
+    spec: LayerKVSpec, layout: PageLayout, sizes: tuple[int, int], empty: Empty
+) -> IndexPages:
+    parts = [(spec.index_dim, torch_dtype(spec.format))]
+    if spec.format.is_quantized:
+        parts.append((1, torch.float32))
+    k, *scales = _tensors(parts, layout, (*sizes, 1), empty)
+    return IndexPages(k, scales[0].squeeze(-1) if scales else None)
+
+
+def _kv_pages(
+    spec: LayerKVSpec,
+    layout: PageLayout,
+    scales: LayerScales | None,
+    sizes: tuple[int, int],
+    device: str,
+    empty: Empty,
+) -> KVPages:
+    shape = (*sizes, spec.num_kv_heads)
     counters = torch.zeros(2, dtype=torch.int64, device=device)
     if spec.granularity is Granularity.GROUP:
         return _grouped_pages(spec, layout, shape, empty, counters)

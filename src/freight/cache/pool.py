@@ -16,7 +16,7 @@ from freight.cache.pages import Empty, allocate_pages, empty_on, expand_scale
 from freight.cache.spec import KVCacheSpec, LayerStateSpec
 from freight.fp8.cast import torch_dtype
 from freight.fp8.scheme import LayerScales
-from freight.kernels.interface import KernelSet
+from freight.kernels.interface import KernelSet, SparseKernels
 from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KeyCenter, KVPages
@@ -93,6 +93,39 @@ class PagedKV:
     ) -> Rows:
         sequences = batch.sequences(self.group)
         return self.kernels.attention(q, self.pages, sequences, call, consumer)
+
+    def choose(
+        self, q: Tensor, k: Tensor, weights: Tensor, rotary: Rotary, batch: ForwardBatch, topk: int
+    ) -> Tensor | None:
+        """Store the keys of the layer's indexer, and choose the keys that each row reads: as
+        `SparseKernels.choose` returns them. None if no row sees more than `topk`, so that each reads
+        all.
+
+        q: [num_tokens, heads, channels]; k: [num_tokens, channels], normed; weights: float32
+        [num_tokens, heads].
+        """
+        index = self.pages.index
+        assert index is not None
+        sparse = self._sparse
+        sparse.store_index(k, rotary, batch.positions, batch.slots[self.group], index)
+        if int(batch.context_lens.max()) <= topk:
+            return None
+        sequences = batch.sequences(self.group)
+        return sparse.choose(q, weights, rotary, batch.positions, index, sequences, topk)
+
+    def attend_chosen(
+        self, q: Tensor, batch: ForwardBatch, call: AttentionCall, chosen: Tensor
+    ) -> Tensor:
+        """Compute attention of q over the stored keys and values that each row chose, [num_tokens,
+        num_heads, v_dim]: see `SparseKernels.attention`.
+        """
+        return self._sparse.attention(q, self.pages, batch.sequences(self.group), call, chosen)
+
+    @property
+    def _sparse(self) -> SparseKernels:
+        sparse = self.kernels.sparse
+        assert sparse is not None, "contexts in which attention is sparse are refused"
+        return sparse
 
 
 @dataclass(frozen=True)

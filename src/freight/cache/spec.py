@@ -35,6 +35,8 @@ class LayerKVSpec:
     source        layer whose pages this one reads; it then has no pages. None: it has pages
     v_in_k        whether values are the last `v_dim` channels of keys, so that they take no memory
                   (`KVPages.v_in_k`)
+    index_dim     channels of a key of the layer's indexer, which is stored in `format` beside the
+                  pages (`IndexPages`); 0: it has none
     """
 
     format: Format
@@ -45,6 +47,7 @@ class LayerKVSpec:
     window: int | None = None
     source: int | None = None
     v_in_k: bool = False
+    index_dim: int = 0
 
     def __post_init__(self) -> None:
         grouped = self.granularity is Granularity.GROUP
@@ -63,12 +66,21 @@ class LayerKVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token, with measured scales in bfloat16. `token`: one scale per
-        KV head, for K and V separately unless V lies in K. `group`: scales, and the channels of K
-        outside V, in bfloat16.
+        """Bytes of one token: of K and V, with measured scales in bfloat16, and of the indexer's key,
+        with a float32 scale in 8 bits. `token`: one scale per KV head, for K and V separately unless
+        V lies in K. `group`: scales, and the channels of K outside V, in bfloat16.
         """
         if self.source is not None:
             return 0
+        return self._kv_bytes_per_token + self._index_bytes_per_token
+
+    @property
+    def _index_bytes_per_token(self) -> int:
+        scale = 4 if self.index_dim and self.format.is_quantized else 0
+        return self.index_dim * self.format.bytes + scale
+
+    @property
+    def _kv_bytes_per_token(self) -> int:
         if self.granularity is Granularity.GROUP:
             wide = self.k_dim - self.v_dim + self.v_dim // SCALE_GROUP
             return self.num_kv_heads * (self.v_dim * self.format.bytes + 2 * wide)
@@ -200,6 +212,7 @@ def layer_spec(
         window=mixer.window,
         source=mixer.kv_from,
         v_in_k=mixer.v_in_k,
+        index_dim=mixer.index_dim,
     )
 
 

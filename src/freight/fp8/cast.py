@@ -104,6 +104,25 @@ def token_scale(amax: Tensor, format: Format) -> Tensor:
     return scale_from_amax(amax, format).to(torch.bfloat16)
 
 
+LEAST_INDEX_AMAX = 1e-4  # magnitude below which vectors of an indexer have the same scale
+
+
+def index_scale(amax: Tensor, format: Format) -> Tensor:
+    """Return the scale of a vector of an indexer, float32, from its largest magnitude.
+
+    FP8: the least power of two at which no value exceeds the format, and at least that of
+    LEAST_INDEX_AMAX. That is `act_quant` of DeepSeek-V3.2-Exp (inference/kernel.py) with the
+    `scale_fmt` ue8m0 of its config, to the bit: its exponent is the one of the float32 product
+    amax * (1 / format.max), one more if that is no power of two. INT8: `scale_from_amax`.
+    """
+    if not format.is_fp8:
+        return scale_from_amax(amax, format)
+    inverse = torch.tensor(1 / format.max, dtype=torch.float32, device=amax.device)
+    mantissa, exponent = torch.frexp(amax.float().clamp(min=LEAST_INDEX_AMAX) * inverse)
+    exponent = exponent - (mantissa == 0.5).int()
+    return torch.ldexp(torch.ones_like(mantissa), exponent)
+
+
 def convert_e4m3(stored: Tensor, scale: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Convert E4M3 bytes to the variant `format`, E4M3FN or E4M3FNUZ; (bytes, scale) represent the
     same values.

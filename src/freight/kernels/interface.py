@@ -19,7 +19,7 @@ from freight.operands.adapters import AdapterBank
 from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.experts import ExpertLayers, Router
-from freight.operands.kv_pages import KVPages
+from freight.operands.kv_pages import IndexPages, KVPages
 from freight.operands.packed import JoinedPart, PackedExperts, PackedWeight, Rows
 from freight.operands.recurrence import (
     Convolution,
@@ -47,6 +47,59 @@ def method_on(
         return function(getattr(kernels, attribute), *args, **kwargs)
 
     return method
+
+
+class SparseKernels(Protocol):
+    """The operations of sparse attention, whose rows read keys that an indexer chooses (DSA,
+    DeepSeek-V3.2-Exp, DeepSeek-AI 2025).
+    """
+
+    def store_index(
+        self, k: Tensor, rotary: Rotary, positions: Tensor, slots: Tensor, index: IndexPages
+    ) -> None:
+        """Store the keys of an indexer, [rows, channels], in `slots`, [rows] int64; slot -1 stores
+        nothing.
+
+        The first channels are rotated by position; in 8 bits the key is then multiplied by a
+        Hadamard matrix and rounded with a scale of its own (`reference_sparse.index_vectors`).
+        """
+        ...
+
+    def choose(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        rotary: Rotary,
+        positions: Tensor,
+        index: IndexPages,
+        sequences: Sequences,
+        count: int,
+    ) -> Tensor:
+        """Return the positions of the `count` best keys of each row among those up to its own, int32
+        [num_tokens, count], rising; -1 behind the last, where there are fewer.
+
+        The score of a key is the sum over heads of weight * max(0, q . k), with q rotated and
+        rounded as keys are (`reference_sparse.index_scores`). Of equal scores the lowest position is
+        chosen, and NaN is above every number. A row's choice depends on its own history alone. q:
+        [num_tokens, heads, channels]; weights: float32 [num_tokens, heads]. The keys of this step
+        are stored already.
+        """
+        ...
+
+    def attention(
+        self,
+        q: Tensor,
+        pages: KVPages,
+        sequences: Sequences,
+        call: AttentionCall,
+        chosen: Tensor,
+    ) -> Tensor:
+        """Compute `KernelSet.attention` of each row over the keys that it chose.
+
+        A row that chose every key that it sees has the bits of `KernelSet.attention`. chosen: as
+        `choose` returns it, of this layer or of one before.
+        """
+        ...
 
 
 class KernelSet(Protocol):
@@ -95,6 +148,11 @@ class KernelSet(Protocol):
         """Say whether `pack` and `pack_experts` take matrices in a GGUF file's blocks
         (`BlockFormat.is_multiplied`), whose inputs are rounded to INT8 in groups.
         """
+        ...
+
+    @property
+    def sparse(self) -> SparseKernels | None:
+        """Return the operations of sparse attention; None: the set has none."""
         ...
 
     def pack(self, weight: Weight) -> PackedWeight:

@@ -455,26 +455,40 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
         row_counters.copy_(by_row)
 
 
-def load_kv(
-    page: Tensor, token_scale: Tensor | None, blocks: Tensor, length: int, skipped: int = 0
-) -> Tensor:
-    """Read `length` tokens of a sequence as key tiles [tiles, num_kv_heads, KEY_TILE, dim].
+def slots_at(positions: Tensor, blocks: Tensor, block_size: int) -> Tensor:
+    """Return the slots of `positions` of a sequence with these `blocks`, int64 as both."""
+    return blocks[positions // block_size] * block_size + positions % block_size
 
-    The result is float32. The first `skipped` tiles are neither read nor returned. Scales of tokens
-    and of their groups are multiplied in; static ones multiply q and the output of attention
-    instead. Slots beyond `length` may hold anything, NaN included: they become 0.
+
+def load_slots(page: Tensor, token_scale: Tensor | None, slots: Tensor) -> Tensor:
+    """Read `slots` [count] as key tiles [tiles, num_kv_heads, KEY_TILE, dim].
+
+    The result is float32. Scales of tokens and of their groups are multiplied in; static ones
+    multiply q and the output of attention instead. What is behind the slots in the last tile is 0:
+    other slots may hold anything, NaN included.
     """
     heads, dim = page.shape[2:]
-    begin = skipped * KEY_TILE
-    position = torch.arange(begin, length, dtype=torch.int64, device=page.device)
-    slots = blocks[position // page.shape[1]] * page.shape[1] + position % page.shape[1]
     values = decode(read_slots(page, slots))
     if token_scale is not None:
         values = values * spread(read_slots(token_scale, slots))
-    tiles = -(-length // KEY_TILE) - skipped
+    tiles = -(-len(slots) // KEY_TILE)
     padded = values.new_zeros(tiles * KEY_TILE, heads, dim)
-    padded[: length - begin] = values
+    padded[: len(slots)] = values
     return padded.view(tiles, KEY_TILE, heads, dim).transpose(1, 2).contiguous()
+
+
+def load_keys_and_values(pages: KVPages, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Read the keys and values of `slots` as `load_slots` does, keys transposed: [tiles,
+    num_kv_heads, k_dim, KEY_TILE] and [tiles, num_kv_heads, KEY_TILE, v_dim].
+    """
+    scales = (pages.k_scale, pages.v_scale) if pages.dynamic else (None, None)
+    k = load_slots(pages.k, scales[0], slots)
+    v = k
+    if pages.rotated is None:
+        v = load_slots(pages.v, scales[1], slots)
+    else:
+        k = torch.cat((load_slots(pages.rotated, None, slots), k), -1)
+    return k.transpose(2, 3).contiguous(), v
 
 
 class Fp8Products(StrEnum):
@@ -527,16 +541,12 @@ def attention(
         # Keys before the first row's window are not read: their blocks may have been freed.
         skipped = 0 if window is None else max(0, length - (end - begin) - window + 1) // KEY_TILE
         table = sequences.block_tables[seq, : -(-length // pages.block_size)].long()
-        scales = (pages.k_scale, pages.v_scale) if pages.dynamic else (None, None)
-        k = load_kv(pages.k, scales[0], table, length, skipped)
-        v = k if pages.rotated is not None else load_kv(pages.v, scales[1], table, length, skipped)
-        if pages.rotated is not None:
-            k = torch.cat((load_kv(pages.rotated, None, table, length, skipped), k), -1)
-        k = k.transpose(2, 3).contiguous()
+        position = torch.arange(skipped * KEY_TILE, length, dtype=torch.int64, device=q.device)
+        k, v = load_keys_and_values(pages, slots_at(position, table, pages.block_size))
         for row in range(begin, end, QUERY_TILE):
             rows = slice(row, min(row + QUERY_TILE, end))
             first = length - (end - row)  # position of the tile's first row
-            out[rows] = _attend(
+            out[rows] = attend_tile(
                 q[rows],
                 k,
                 v,
@@ -572,7 +582,7 @@ def _weighted(probabilities: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     return out
 
 
-def _attend(
+def attend_tile(
     q: Tensor,
     k: Tensor,
     v: Tensor,

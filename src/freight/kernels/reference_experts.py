@@ -58,7 +58,8 @@ def choose(
     if routing.scoring is Scoring.SOFTMAX:
         scores = torch.softmax(logits, -1)
     elif routing.scoring is Scoring.SIGMOID:
-        scores = torch.sigmoid(logits)
+        # in float64: torch's float32 function has other last bits at the end of a tensor
+        scores = torch.sigmoid(logits.double()).float()
     rated = scores if choice_bias is None else scores + choice_bias
     if routing.num_groups > 1:
         groups = rated.unflatten(1, (routing.num_groups, -1))

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.kernels import reference, reference_experts, reference_rows, reference_states
+from freight.kernels import (
+    reference,
+    reference_experts,
+    reference_rows,
+    reference_sparse,
+    reference_states,
+)
 from freight.kernels.reference import Fp8Products
 from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
@@ -15,6 +21,26 @@ from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.weight import Weight
 from freight.parallel.ranks import ALONE, Ranks
+
+
+@dataclass(frozen=True)
+class ReferenceSparse:
+    """`SparseKernels` in plain torch. `products`: as in `ReferenceKernels`."""
+
+    products: Fp8Products = Fp8Products.NONE
+
+    store_index = staticmethod(reference_sparse.store_index)
+    choose = staticmethod(reference_sparse.choose)
+
+    def attention(
+        self,
+        q: Tensor,
+        pages: KVPages,
+        sequences: Sequences,
+        call: AttentionCall,
+        chosen: Tensor,
+    ) -> Tensor:
+        return reference_sparse.attention(q, pages, sequences, call, chosen, self.products)
 
 
 @dataclass(frozen=True)
@@ -69,6 +95,10 @@ class ReferenceKernels:
         assert isinstance(x, Tensor)
         assert isinstance(weight, Weight)
         return reference.linear(x, weight, bias, float32)
+
+    @property
+    def sparse(self) -> ReferenceSparse:
+        return ReferenceSparse(self.products)
 
     @property
     def multiplies_blocks(self) -> bool:

@@ -63,6 +63,8 @@ class ForwardBatch:
     token_types    [num_tokens] int64: the token type of each row (`ModelConfig.token_types`); None:
                    all have the first
     copies         the same batch on other devices, by their names, where layers are on several
+    choices        the keys that each row reads in layers with sparse attention, by the index of the
+                   layer whose indexer chose them in this step (`PagedKV.choose`)
     """
 
     token_ids: Tensor
@@ -76,6 +78,7 @@ class ForwardBatch:
     adapters: Tensor | None = None
     token_types: Tensor | None = None
     copies: Mapping[str, ForwardBatch] = field(default_factory=dict)
+    choices: dict[int, Tensor | None] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

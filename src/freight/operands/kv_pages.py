@@ -123,6 +123,30 @@ def _strides_of(tensor: Tensor | None) -> Strides:
 
 
 @dataclass(frozen=True)
+class IndexPages:
+    """The keys of one layer's indexer, which chooses the keys that attention reads. They are in the
+    blocks and slots of the layer's pages.
+
+    k       [num_blocks, block_size, 1, channels], quantized or 16/32-bit, of any strides but the last
+    scale   [num_blocks, block_size, 1] float32, of any strides: the scale of each token's key,
+            measured when it is stored; None: stored values are the true ones
+    """
+
+    k: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def format(self) -> Format:
+        """Stored format, from the dtype of k."""
+        return format_of(self.k)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.k.shape[1]
+
+
+@dataclass(frozen=True)
 class KVPages:
     """One layer's pages, the scales they were written with, and the center subtracted from keys
     before that.
@@ -146,6 +170,7 @@ class KVPages:
     rotated            with `group` scales only: the first channels of keys, [num_blocks,
                        block_size, num_kv_heads, k_dim - v_dim] bfloat16, of any strides like k. k
                        then has the other channels, which are v's
+    index              keys of the layer's indexer; None: it has none
     """
 
     k: Tensor
@@ -157,6 +182,7 @@ class KVPages:
     v_in_k: bool = False
     rotated: Tensor | None = None
     row_counters: Tensor | None = None
+    index: IndexPages | None = None
 
     def __post_init__(self) -> None:
         assert self.k.stride(3) == self.v.stride(3) == 1

@@ -16,12 +16,15 @@ from freight.cache.spec import cache_spec
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales, Scheme
+from freight.model.config.latent import beyond_dense
 from freight.model.config.layer import DenseConfig, MoEConfig
 from freight.model.config.model import ModelConfig
 from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig
-from freight.model.mixers.latent.spec import LatentConfig
+from freight.model.mixers.latent.spec import IndexerConfig, LatentConfig
 from freight.model.open import read_model_config
+from freight.model.shapes import tensor_shapes
 from freight.operands.routing import Routing, Scoring
+from freight.quantizer.modules import kept_modules
 from freight.settings.device import DeviceFacts, DeviceKind
 from freight.settings.engine import EngineArgs, KVCacheConfig
 from freight.settings.resolve import resolve
@@ -260,6 +263,87 @@ def test_sparse_attention_as_published(
     assert parts == [False] * 3 + [True] * (len(parts) - 3)
     shorter = read_model_config(content | {"max_position_embeddings": 1024})
     assert (shorter.dense_limit, shorter.max_position_embeddings) == (2048, 1024)
+
+
+FIRST = "zai-org--GLM-5.2"
+
+
+@pytest.mark.parametrize(
+    ("name", "indexer", "context", "layers"),
+    [
+        ("deepseek-ai--DeepSeek-V3.2", IndexerConfig(64, 128, 2048), 163840, 61),
+        ("zai-org--GLM-5", IndexerConfig(32, 128, 2048, interleaved=True), 202752, 78),
+        ("zai-org--GLM-5.2", IndexerConfig(32, 128, 2048, interleaved=True), 1048576, 21),
+    ],
+)
+def test_indexers_as_published(
+    name: str, indexer: IndexerConfig, context: int, layers: int
+) -> None:
+    """Layers have them in contexts beyond index_topk alone: five tensors each, and keys in the cache."""
+    dense = read_model_config(json.loads((PUBLISHED / f"{name}.json").read_text()))
+    model = beyond_dense(dense)
+    assert (model.dense_limit, model.max_position_embeddings) == (None, context)
+    assert model.position_limit == context
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, LatentConfig)]
+    assert len(mixers) == model.num_layers
+    owners = [i for i, mixer in enumerate(mixers) if mixer.indexer is not None]
+    assert len(owners) == layers
+    assert {mixers[i].indexer for i in owners} == {indexer}
+    for i, mixer in enumerate(mixers):
+        assert mixer.chosen_by == max(owner for owner in owners if owner <= i)
+    assert mixers[0].q_rank is not None
+    own = (
+        indexer.num_heads * 128 * mixers[0].q_rank
+        + (128 + indexer.num_heads) * model.hidden_size
+        + 256
+    )
+    assert num_parameters(model) - num_parameters(dense) == layers * own
+    shapes = tensor_shapes(model)
+    assert sum(".indexer." in tensor for tensor in shapes) == 5 * layers
+    assert not any(".indexer." in tensor for tensor in tensor_shapes(dense))
+    assert "model.layers.0.self_attn.indexer.weights_proj" in kept_modules(model)
+    for format, granularity, size in (
+        (Format.BFLOAT16, None, 256),
+        (Format.E4M3FN, Granularity.TOKEN, 132),
+        (Format.INT8, Granularity.GROUP, 132),
+    ):
+        kinds = format, granularity
+        assert bytes_per_token(model, *kinds) - bytes_per_token(dense, *kinds) == layers * size
+
+
+def test_which_layers_have_an_indexer() -> None:
+    published = json.loads((PUBLISHED / f"{FIRST}.json").read_text())
+    types = published.pop("indexer_types")
+
+    def chosen_by(**more: Any) -> tuple[int, ...]:
+        model = read_model_config({**published, **more})
+        assert model.sparse is not None
+        return model.sparse.chosen_by[:8]
+
+    assert chosen_by(indexer_types=types) == chosen_by() == (0, 1, 2, 2, 2, 2, 6, 6)
+    assert chosen_by(index_topk_pattern="FSSF" * 20) == (0, 0, 0, 3, 4, 4, 4, 7)
+    assert chosen_by(index_topk_freq=1) == tuple(range(8))
+    assert chosen_by(index_topk_freq=2, index_skip_topk_offset=1) == (0, 0, 2, 2, 4, 4, 6, 6)
+    for wrong in (["shared"] * 78, ["full"] * 77, ["full", "half"] * 39, 3):
+        with pytest.raises(CheckpointError, match="indexers of 78 layers"):
+            chosen_by(indexer_types=wrong)
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"index_head_dim": 96}, "index_head_dim = 96"),
+        ({"index_head_dim": 32}, "qk_rope_head_dim = 64"),
+        ({"q_lora_rank": None}, "q_lora_rank = None"),
+    ],
+)
+def test_an_indexer_that_is_not_computed_is_refused_beyond_dense(
+    more: dict[str, Any], word: str
+) -> None:
+    published = json.loads((PUBLISHED / "zai-org--GLM-5.json").read_text())
+    model = read_model_config({**published, **more})
+    with pytest.raises(CheckpointError, match=word):
+        beyond_dense(model)
 
 
 @pytest.mark.parametrize("model_type", ROWS)

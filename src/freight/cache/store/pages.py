@@ -1,8 +1,8 @@
 """The blocks of a pool as bytes: what a page holds, in an order that is the same whatever its
 layout in memory.
 
-The payload of a block is, layer by layer of its group, keys, values and measured scales, or the
-parts of a state; in each of them token by token, the heads of a token adjacent. Pages that are a
+The payload of a block is, layer by layer of its group, keys, values, measured scales and the keys
+of an indexer, or the parts of a state; in each of them token by token, the heads of a token adjacent. Pages that are a
 part of others, as values that lie in keys, are there once. What several ranks divide is put
 together, so a payload is the same for any number of them.
 """
@@ -155,3 +155,7 @@ def _of_pages(pages: KVPages) -> Iterator[tuple[str, Tensor]]:
             yield "v_scale", pages.v_scale
     if pages.rotated is not None:
         yield "rotated", pages.rotated
+    if pages.index is not None:
+        yield "index_k", pages.index.k
+        if pages.index.scale is not None:
+            yield "index_scale", pages.index.scale

@@ -41,6 +41,7 @@ class CpuKernels:
     int8_activations: bool = False
 
     packs_mxfp4 = packs_groups = True
+    sparse = None
     lookup = method_on("library", rowwise.lookup)
     packed_rows = method_on("library", linear.packed_rows)
     linear = method_on("library", linear.linear)

@@ -48,6 +48,7 @@ class TritonKernels:
 
     name = "triton"
     packs_mxfp4 = packs_groups = multiplies_blocks = False
+    sparse = None
     lookup = staticmethod(reference_rows.lookup)
     packed_rows = staticmethod(reference_rows.packed_rows)
     add_rms_norm = method_on("target", elementwise.add_rms_norm)

@@ -10,9 +10,9 @@ from dataclasses import replace
 from freight.base.fields import JsonObject, flag, integer, number
 from freight.errors import CheckpointError
 from freight.model.config.family import words
-from freight.model.config.model import ModelConfig
+from freight.model.config.model import ModelConfig, SparseConfig
 from freight.model.config.rope import yarn_mscale
-from freight.model.mixers.latent.spec import LatentConfig
+from freight.model.mixers.latent.spec import IndexerConfig, LatentConfig
 
 LATENT_KEYS = words(
     "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim"
@@ -23,7 +23,7 @@ LATENT_FIXED: Mapping[str, tuple[object, ...]] = {
     "rope_interleave": (True,),
     "attention_bias": (False,),
 }
-# keys of an indexer. It does not run: in contexts up to `index_topk` it would choose every token
+# keys of an indexer (`IndexerConfig`)
 INDEXER_KEYS = words(
     "index_topk index_head_dim index_n_heads index_topk_freq index_topk_pattern "
     "index_skip_topk_offset index_share_for_mtp_iteration indexer_rope_interleave indexer_types "
@@ -36,6 +36,8 @@ INDEXER = (
         "of an indexer: in contexts up to index_topk, sparse attention attends to all tokens",
     ),
 )
+# Whether a layer uses the choice of the one before
+_KINDS = {"full": False, "F": False, "shared": True, "S": True}
 _SHARE = "partial_rotary_factor"
 
 
@@ -133,8 +135,77 @@ def with_indexed(config: JsonObject, model: ModelConfig) -> ModelConfig:
     one attends to all tokens.
     """
     limit = integer(config, "index_topk")
-    positions = min(model.max_position_embeddings, limit)
-    return replace(with_latent(config, model), max_position_embeddings=positions, dense_limit=limit)
+    positions = model.max_position_embeddings
+    return replace(
+        with_latent(config, model),
+        max_position_embeddings=min(positions, limit),
+        dense_limit=limit,
+        sparse=SparseConfig(_indexer(config), _chosen_by(config, model.num_layers), positions),
+    )
+
+
+def beyond_dense(model: ModelConfig) -> ModelConfig:
+    """Return `model`, which has a `dense_limit`, for contexts beyond it: layers have the indexers of
+    its `sparse`. Raises CheckpointError for one that is not implemented.
+    """
+    sparse = model.sparse
+    assert sparse is not None
+    size = sparse.indexer.head_dim
+    layers = []
+    for index, (layer, chosen_by) in enumerate(zip(model.layers, sparse.chosen_by, strict=True)):
+        mixer = layer.mixer
+        assert isinstance(mixer, LatentConfig)
+        if size < mixer.rotated or size & (size - 1) or mixer.q_rank is None:
+            raise CheckpointError(
+                f"config.json: an indexer with index_head_dim = {size}, qk_rope_head_dim = {mixer.rotated} and "
+                f"q_lora_rank = {mixer.q_rank} is not implemented; heads of a power of two channels, that are no "
+                "fewer than the rotated ones, and a latent of q are"
+            )
+        indexer = sparse.indexer if chosen_by == index else None
+        mixer = replace(mixer, indexer=indexer, chosen_by=chosen_by)
+        layers.append(replace(layer, mixer=mixer))
+    return replace(
+        model,
+        layers=tuple(layers),
+        max_position_embeddings=sparse.max_position_embeddings,
+        dense_limit=None,
+    )
+
+
+def _indexer(config: JsonObject) -> IndexerConfig:
+    return IndexerConfig(
+        num_heads=integer(config, "index_n_heads"),
+        head_dim=integer(config, "index_head_dim"),
+        topk=integer(config, "index_topk"),
+        interleaved=flag(config, "indexer_rope_interleave"),
+    )
+
+
+def _chosen_by(config: JsonObject, num_layers: int) -> tuple[int, ...]:
+    """Return for each layer the one whose indexer chooses its keys: the last layer that is 'full',
+    up to itself.
+
+    As transformers 5.23 (`GlmMoeDsaConfig`): `indexer_types`, else `index_topk_pattern`, whose
+    letters are F and S, else every `index_topk_freq`-th layer from `index_skip_topk_offset` - 1 on is
+    full, and those before.
+    """
+    types = config.get("indexer_types") or config.get("index_topk_pattern")
+    if types is None:
+        every = max(integer(config, "index_topk_freq", 1, least=0), 1)
+        offset = integer(config, "index_skip_topk_offset", 2, least=0)
+        types = ["FS"[max(i - offset + 1, 0) % every > 0] for i in range(num_layers)]
+    chosen_by: list[int] = []
+    kinds = [_KINDS.get(str(kind)) for kind in types] if isinstance(types, str | list) else []
+    for index, shares in enumerate(kinds[:num_layers]):
+        if shares is None or (shares and not chosen_by):
+            break
+        chosen_by.append(chosen_by[-1] if shares else index)
+    if len(chosen_by) < num_layers:
+        raise CheckpointError(
+            f"config.json: the indexers of {num_layers} layers are {types!r}; each is 'full' or 'shared', or F or S "
+            "in index_topk_pattern, and the first is full"
+        )
+    return tuple(chosen_by)
 
 
 def _sharper(config: JsonObject) -> float:

@@ -12,6 +12,7 @@ from freight.model.config.dtype import DtypeSource
 from freight.model.config.layer import LayerConfig, NormKind
 from freight.model.config.pooling import PoolingConfig
 from freight.model.mixers.attention.spec import AttentionConfig
+from freight.model.mixers.latent.spec import IndexerConfig
 from freight.model.mixers.spec import PagedMixer, StateMixer
 
 # last or inner names of modules that choose experts
@@ -111,6 +112,21 @@ class UnreadKeys:
 
 
 @dataclass(frozen=True)
+class SparseConfig:
+    """Sparse attention in contexts of more than `ModelConfig.dense_limit` tokens.
+
+    indexer                   the indexers, which are alike
+    chosen_by                 for each layer the one whose indexer chooses its keys: itself, or one
+                              before that has an indexer (GLM-5.2)
+    max_position_embeddings   that of the file
+    """
+
+    indexer: IndexerConfig
+    chosen_by: tuple[int, ...]
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Hyperparameters of one decoder.
 
@@ -119,6 +135,8 @@ class ModelConfig:
     dense_limit            longest context, in tokens, in which sparse attention attends to every
                            token (`index_topk`); longer ones are refused, so
                            `max_position_embeddings` is no larger. None: attention is dense
+    sparse                 what chooses keys in longer contexts, in models that have a `dense_limit`;
+                           `config.latent.beyond_dense` gives it to the layers
     norm_eps               epsilon of every norm
     post_norm_eps          epsilon of the norms of layers' outputs, if different; None: `norm_eps`
     norm_offset            number added to each stored norm weight
@@ -190,6 +208,7 @@ class ModelConfig:
     embedding_size: int | None = None
     foreign: ForeignModel | None = None
     dense_limit: int | None = None
+    sparse: SparseConfig | None = None
     prediction_layers: int = 0
     rounds_multiplier: bool = False
     residual_multiplier: float = 1.0

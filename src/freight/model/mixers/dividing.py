@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeAlias
 Piece: TypeAlias = "slice[int, int, None]"
 Pieces = tuple[tuple[int | slice, ...], ...]  # of a tensor, joined along their first dimension
 Cut = tuple[str, Pieces]
-_PAGES = ("k", "v", "k_scale", "v_scale", "rotated")  # [block_size, heads, …]
+# [block_size, heads, …]
+_PAGES = ("k", "v", "k_scale", "v_scale", "rotated", "index_k", "index_scale")
 
 
 class Rank(NamedTuple):

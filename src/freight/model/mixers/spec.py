@@ -165,6 +165,7 @@ class PagedMixer(MixerSpec):
     rope           index into `ModelConfig.ropes`; None: nothing is rotated
     kv_from        index of the layer whose pages it reads; None: it has pages
     v_in_k         whether a value is the last `v_dim` channels of its key, and is not stored
+    index_dim      channels of a further key, by which an indexer chooses keys; 0: there is none
     """
 
     num_heads: int
@@ -176,6 +177,7 @@ class PagedMixer(MixerSpec):
     rope: int | None
     kv_from: int | None
     v_in_k: bool = False
+    index_dim: int = 0
 
     @property
     def rope_channels(self) -> int:

@@ -25,7 +25,7 @@ from freight.model.mixers.attention.spec import AttentionConfig
 from freight.model.mixers.delta_net.spec import DeltaNetConfig, DeltaNetNames
 from freight.model.mixers.dividing import Rank
 from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig, KimiDeltaNames
-from freight.model.mixers.latent.spec import LatentConfig
+from freight.model.mixers.latent.spec import IndexerConfig, LatentConfig
 from freight.model.mixers.mamba2.spec import Mamba2Config, MambaNames
 from freight.model.mixers.short_conv.spec import ShortConvConfig, ShortConvNames
 from freight.settings.engine import KVCacheConfig, LayerKVFormat, PageLayout
@@ -35,6 +35,7 @@ MIXERS = (
     AttentionConfig(4, 2, 8, 16, 1.0),
     AttentionConfig(4, 4, 8, 8, 1.0),
     LatentConfig(4, None, 128, 8, 8, 8, 1.0),
+    LatentConfig(4, 16, 128, 8, 8, 8, 1.0, indexer=IndexerConfig(2, 16, 8), chosen_by=3),
     DeltaNetConfig(2, 4, 4, 6, 4),
     KimiDeltaConfig(4, 4, 4),
     Mamba2Config(1, 4, 4, 8, 4, norm_groups=1),
@@ -45,6 +46,7 @@ KINDS = (
     LayerKVFormat(Format.INT8, Granularity.TOKEN),
     LayerKVFormat(Format.BFLOAT16, None),
     LayerKVFormat(Format.INT8, Granularity.GROUP),
+    LayerKVFormat(Format.INT8, Granularity.TOKEN),
     *[LayerKVFormat(Format.BFLOAT16, None)] * 5,
 )
 

@@ -115,7 +115,14 @@ _DEEPSEEK_V2 = replace(
 _DEEPSEEK_V32 = replace(
     _DEEPSEEK_V3,
     architecture="DeepseekV32ForCausalLM",
-    defaults={**_DEEPSEEK_V3.defaults, "max_position_embeddings": 163840, "index_topk": 2048},
+    defaults={
+        **_DEEPSEEK_V3.defaults,
+        "max_position_embeddings": 163840,
+        "index_topk": 2048,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "indexer_rope_interleave": False,
+    },
     keys=LATENT_KEYS | INDEXER_KEYS,
     other_layers=(INDEXED,),
     moe=DEEPSEEK_EXPERTS_BY_LAYER,

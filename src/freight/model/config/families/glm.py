@@ -133,6 +133,9 @@ _GLM_MOE_DSA = replace(
         "first_k_dense_replace": 3,
         "routed_scaling_factor": 2.5,
         "index_topk": 2048,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "indexer_rope_interleave": True,
     },
     keys=LATENT_KEYS | INDEXER_KEYS,
     fixed={

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from freight.cache.pool import LayerKV
+from freight.cache.pool import LayerKV, PagedKV
 from freight.kernels.interface import KernelSet
 from freight.model.building import Builder, Ropes
 from freight.model.layers.linear import Projection
 from freight.model.layers.rope import half_pairs, places
 from freight.model.mixers.attention.layer import OutputGate
+from freight.model.mixers.latent.indexer import Indexer, build_indexer
 from freight.model.mixers.latent.spec import LatentConfig, LatentNames
 from freight.operands.activation import GateFunction
 from freight.operands.attention import AttentionCall
@@ -44,6 +45,8 @@ class Latent:
     eps            eps of both norms
     shared         number of channels that all keys share: those that a rope rotates, or could
     output_gate    gate of the result of each head, or None
+    indexer        what chooses the keys that a token reads, or None
+    chosen_by      index of the layer whose indexer does, this one or one before; None: all are read
     """
 
     first: Projection
@@ -61,6 +64,8 @@ class Latent:
     shared: int
     output_gate: OutputGate | None
     kernels: KernelSet
+    indexer: Indexer | None = None
+    chosen_by: int | None = None
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
@@ -70,7 +75,8 @@ class Latent:
     @property
     def consumer(self) -> PackedWeight | None:
         """Return the `consumer` of the layer's input (`Linear.consumer`)."""
-        return self.first.consumer if self.output_gate is None else None
+        alone = self.output_gate is None and self.indexer is None
+        return self.first.consumer if alone else None
 
     def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """Compute attention of this step's tokens, [num_tokens, hidden_size].
@@ -84,6 +90,10 @@ class Latent:
         projected = self.first(x, adapters)
         size = projected.shape[1] - rotated - latent  # columns of q or its latent
         q = kernels.join(((projected[:, :size], self.q_norm),), self.eps)
+        if self.indexer is not None:
+            assert self.chosen_by is not None
+            assert isinstance(kv, PagedKV)
+            batch.choices[self.chosen_by] = self.indexer(as_tensor(x), q, batch, kv)
         q = q if self.q_b is None else self.q_b(q, adapters)
         heads = q.view(len(q), self.num_heads, self.nope + rotated)
         absorbed = kernels.by_head(heads[:, :, : self.nope], self.keys)
@@ -94,11 +104,21 @@ class Latent:
             (projected[:, size : size + latent], self.kv_norm),
         )
         q = kv.store(kernels.join(((q, None), *key), self.eps), self.rotary, batch)
-        attended = as_tensor(kv.attend(q, batch, self.call))
+        attended = self._attend(q, batch, kv)
         result = kernels.by_head(attended, self.values)
         if self.output_gate is None:
             return self.o(result.flatten(1), adapters)
         return self.o(self.output_gate(as_tensor(x), result, adapters), adapters)
+
+    def _attend(self, q: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+        """Return the latents of the keys that each row reads, averaged, [num_tokens, num_heads,
+        latent].
+        """
+        chosen = None if self.chosen_by is None else batch.choices[self.chosen_by]
+        if chosen is None:
+            return as_tensor(kv.attend(q, batch, self.call))
+        assert isinstance(kv, PagedKV)
+        return kv.attend_chosen(q, batch, self.call, chosen)
 
 
 def build(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) -> Latent:
@@ -129,6 +149,8 @@ def build(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) -> L
         shared=mixer.rotated,
         output_gate=None if gate is None else OutputGate(gate, GateFunction.SIGMOID, kernels),
         kernels=kernels,
+        indexer=build_indexer(mixer, builder, prefix, ropes[mixer.rope]),
+        chosen_by=mixer.chosen_by,
     )
 
 

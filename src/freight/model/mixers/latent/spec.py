@@ -25,6 +25,7 @@ class LatentNames:
     q                  projection of q in models without a latent of q
     q_a, q_norm, q_b   projections and norm of q in models with one
     output_gate        projection of the gate of attention's result, in models that have it
+    index_*            projections and norm of the indexer (`IndexerConfig`)
     """
 
     q: str = "self_attn.q_proj"
@@ -36,6 +37,29 @@ class LatentNames:
     kv_b: str = "self_attn.kv_b_proj"
     o: str = "self_attn.o_proj"
     output_gate: str = "self_attn.g_proj"
+    index_q: str = "self_attn.indexer.wq_b"
+    index_k: str = "self_attn.indexer.wk"
+    index_norm: str = "self_attn.indexer.k_norm"
+    index_weights: str = "self_attn.indexer.weights_proj"
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    """An indexer, which chooses the keys that latent attention reads (DSA, DeepSeek-V3.2-Exp,
+    DeepSeek-AI 2025; `mixers/latent/indexer.py` has the formulas).
+
+    num_heads     heads of its queries; its key is one for all of them
+    head_dim      channels of a query and of a key, of which the first `LatentConfig.rotated` have
+                  the rope of attention
+    topk          keys that a token attends to
+    interleaved   whether a checkpoint's pairs of rotated channels are (2i, 2i + 1), whatever those
+                  of attention are (GLM-5), or (i, i + rotated / 2) (DeepSeek-V3.2)
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +84,9 @@ class LatentConfig(PagedMixer):
     output_gate     whether a sigmoid of a further projection multiplies the result of each head
                     (Ling 3.0)
     group           heads of the whole model, where these are a rank's; None: they are all
+    indexer         what chooses the keys; None: the layer has none
+    chosen_by       index of the layer whose indexer chooses the keys: this layer's with an indexer,
+                    or one before; None: attention is dense
     """
 
     num_heads: int
@@ -73,6 +100,8 @@ class LatentConfig(PagedMixer):
     eps: float = 1e-6
     output_gate: bool = False
     group: int | None = None
+    indexer: IndexerConfig | None = None
+    chosen_by: int | None = None
 
     num_kv_heads = 1
     window = None
@@ -88,6 +117,11 @@ class LatentConfig(PagedMixer):
     def v_dim(self) -> int:  # type: ignore[override]
         """Channels of a value, the last of the key."""
         return self.latent
+
+    @property
+    def index_dim(self) -> int:  # type: ignore[override]
+        """Channels of a key of the indexer; 0 without one."""
+        return 0 if self.indexer is None else self.indexer.head_dim
 
     @property
     def rope_channels(self) -> int:
@@ -122,13 +156,26 @@ class LatentConfig(PagedMixer):
         unquantized = {names.kv_b: (heads * (self.nope + self.head_size), self.latent)}
         if self.output_gate:
             unquantized[names.output_gate] = (heads, hidden_size)
+        of_indexer: dict[str, tuple[int, int]] = {}
+        plain: dict[str, tuple[int, ...]] = {}
+        if self.indexer is not None:
+            assert self.q_rank is not None, "refused by name in model.config.latent"
+            size = self.indexer.head_dim
+            of_indexer[names.index_q] = (self.indexer.num_heads * size, self.q_rank)
+            of_indexer[names.index_k] = (size, hidden_size)
+            of_indexer[names.index_weights] = (self.indexer.num_heads, hidden_size)
+            plain = dict.fromkeys(
+                (f"{names.index_norm}.weight", f"{names.index_norm}.bias"), (size,)
+            )
         return MixerParts(
             module=names.o.rpartition(".")[0],
             projections=projections,
-            kept=unquantized,
+            kept=unquantized | of_indexer,
+            alone=tuple(of_indexer),
             cut=names.kv_b,
             by_head=((heads, self.latent, self.nope), (heads, self.head_size, self.latent)),
             norms=norms,
+            plain=plain,
         )
 
     def rank_faults(self, where: str, size: int) -> Iterator[str]:
