@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -258,10 +259,29 @@ def test_what_is_refused(tmp_path: Path) -> None:
     states = {"method": "draft_model", "model": str(tmp_path / "hybrid")}
     with refuses(ConfigError, "keep a state", "attention alone"):
         LLM(str(tmp_path / "llama"), **OPTIONS, skip_tokenizer_init=True, speculative_config=states)
-    with refuses(ConfigError, "there are no drafts here", "keep states"):
-        LLM(str(tmp_path / "hybrid"), **OPTIONS, skip_tokenizer_init=True, speculative_config=plain)
     with refuses(ConfigError, "'draft_model' drafts in an engine of one stage"):
         LLM("demo", **OPTIONS, speculative_config=plain, pipeline_parallel_size=2)
+
+
+def test_beside_a_model_with_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States take back what a second model drafted."""
+    monkeypatch.setattr(Guesses, "wants", lambda self, num_output: True)
+    monkeypatch.setattr(Guesses, "likely", lambda self, kinds: 1.0)
+    monkeypatch.setattr(Guesses, "goes_on", lambda self, kinds: True)
+    save_random(VARIANTS["llama"], tmp_path / "llama", torch.bfloat16)
+    save_random(VARIANTS["qwen3-5-text"], tmp_path / "hybrid", torch.bfloat16)
+    llm = drafted_by(tmp_path / "llama", model=str(tmp_path / "hybrid"), skip_tokenizer_init=True)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True, logprobs=2)
+    params = replace(params, detokenize=False)
+    prompts = [list(range(3, 3 + count)) for count in (1, 15, 16, 40)]
+    found = llm.generate(prompts, params)
+    assert llm.engine.stats().drafted > 40
+    llm.engine.forget_prefixes()
+    with without_drafts(llm.engine):
+        expected = llm.generate(prompts, params)
+    for drafted, plain in zip(found, expected, strict=True):
+        assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert drafted.outputs[0].logprobs == plain.outputs[0].logprobs
 
 
 def test_weights_do_not_change_beside_a_second_model(disturbed: Path) -> None:
@@ -323,8 +343,8 @@ def test_a_grammar_permits_what_a_second_model_drafts(disturbed: Path, structure
     with without_drafts(llm.engine):
         expected = llm.generate(SOURCES[:1] * len(params), params)
     found = llm.generate(SOURCES[:1] * len(params), params)
-    for one, other in zip(found, expected, strict=True):
-        check_same(one, other)
+    for drafted, plain in zip(found, expected, strict=True):
+        check_same(drafted, plain)
     assert llm.engine.stats().drafted > 0
 
 
