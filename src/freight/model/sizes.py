@@ -232,7 +232,8 @@ def eagle_bytes(
             size += count.norm_weight(prod(shape))
     if "fc.weight" in shapes:
         size += count.kept(["fc"])
-    size += matrix_bytes(*shapes[names.head], compute, scales=None, layout=layout)
+    rows, columns = shapes[names.head]
+    size += matrix_bytes(rows, columns, compute, scales=None, layout=layout)
     if names.embedding in shapes:
         size += count.values("", names.embedding) * compute.bytes
     if eagle.draft_vocab_size != model.vocab_size:
