@@ -2,11 +2,13 @@
 writes itself.
 
     python benchmarks/draft_heads.py MODEL --head '{"method": "draft_model", "model": "FOLDER"}'
-        [--text code|prose|FILE] [--temperature 0] [--prompts 8] [--tokens 128] [OPTIONS of freight serve]
+        [--text code|prose|FILE] [--temperature 0] [--prompts 8] [--tokens 128] [--ways none text head both]
+        [--row COST] [--option NAME=VALUE of LLM]
 
 One engine answers each prompt once for each way to draft, in turns whose order rotates, and every answer
 has to be the same. Prompts are the beginnings of functions of Python's standard library, of paragraphs of
-its licence and documentation strings, or of the paragraphs of a file. A rate is that of the tokens behind
+its licence and documentation strings, or of the paragraphs of a file. The way `apart` has the head draw its
+drafts with another random number than the model's (with PYTHONPATH=tools). A rate is that of the tokens behind
 the first one; `first` is the time to the first token. Prints medians over the prompts, and for each
 way the lowest and highest ratio to text alone.
 """
@@ -75,9 +77,16 @@ def run(llm: LLM, prompt: str, params: SamplingParams, way: str, measured: Measu
     most = engine.scheduler.most_drafts
     own_text = engine._drafts_from_text
     engine._drafts_from_text = way in ("text", "both")
-    engine.scheduler.asks_head = way in ("head", "both")
+    engine.scheduler.asks_head = way in ("head", "both", "apart")
     if way == "none":
         engine.scheduler.most_drafts = 0
+    drafting = engine._drafting
+    assert drafting is not None
+    drawn = drafting._drawn
+    if way == "apart":
+        from measure_draft_heads import draw_apart
+
+        draw_apart(drafting)
     before = engine.stats()
     accepted = engine.accept(prompt, params)
     began = time.perf_counter()
@@ -94,6 +103,7 @@ def run(llm: LLM, prompt: str, params: SamplingParams, way: str, measured: Measu
     stats = engine.stats()
     engine.scheduler.most_drafts = most
     engine._drafts_from_text = own_text
+    drafting._drawn = drawn  # type: ignore[method-assign]
     measured.rates.append((len(tokens) - 1) / seconds)
     measured.firsts.append(first - began)
     measured.tokens += len(tokens)
@@ -126,6 +136,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
+    parser.add_argument("--row", type=float, help="what a row more is taken to cost, in steps")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE of LLM")
     args = parser.parse_args(arguments)
     options = {}
@@ -140,6 +151,9 @@ def main(arguments: Sequence[str]) -> int:
         max_num_seqs=4,
         **options,
     )
+    if args.row is not None:
+        assert llm.engine._drafting is not None
+        llm.engine._drafting._row = args.row
     params = SamplingParams(
         temperature=args.temperature, seed=1, max_tokens=args.tokens, ignore_eos=True
     )

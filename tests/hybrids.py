@@ -95,7 +95,7 @@ class Setup:
     def engine(self, **options: Any) -> LLM:
         made: dict[str, Any] = {
             "kv_cache_dtype": self.pages, "state_dtype": self.states, "state_every": 32, "enable_prefix_caching": False,
-            "kv_cache_memory": "6MiB", "max_num_seqs": 4, "max_model_len": 512, **options,
+            "kv_cache_memory": "6MiB", "max_num_seqs": 4, "max_model_len": 512, "speculate": 0, **options,
         }  # fmt: skip
         if self.pages != "bfloat16":
             made["kv_scales"] = "dynamic"
