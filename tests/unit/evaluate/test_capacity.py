@@ -42,6 +42,7 @@ from freight.model.open import open_random
 from freight.model.sizes import Layout, table_bytes
 from freight.model.weight_bytes import weight_bytes
 from freight.settings.engine import EngineArgs
+from freight.settings.speculation import DEFAULT_DRAFTS
 
 MIB = 2**20
 LAYOUT = Layout.TILES if runnable()[:1] == ("amx",) else Layout.PACKED
@@ -140,6 +141,7 @@ def test_states_are_what_the_engine_allocates(asked: str, tmp_path: Path) -> Non
     assert (f"--state-dtype {asked}" in verdict(plan)) is (asked != "auto")
     for one, said in zip(plan.settings, as_json(plan)["settings"], strict=True):
         args = replace(engine_args(one, wish), state_every=32, state_dtype=asked)
+        args = replace(args, speculate=DEFAULT_DRAFTS)  # none by default with random weights
         engine, config = start_engine(open_random(args, str(file)))
         pool, facts = engine.runner.pool, cache_facts(engine.runner.pool, config)
         eight = asked == "auto" and one.kv.format.is_quantized
