@@ -131,9 +131,9 @@ def test_heads_of_the_demo_are_what_the_engine_allocates(name: str, heads: Path)
         assert without.loaded.head == without.head_bytes_per_token == 0
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe", "mimo"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe", "mimo", "qwen3-5"])
 def test_layers_of_the_checkpoint(name: str, tmp_path: Path) -> None:
-    """Of experts and latents; and of config.json alone, which declares them."""
+    """Of experts, latents and a hybrid; and of config.json alone, which declares them."""
     save(CASES[name], tmp_path)
     model = str(tmp_path)
     wish = {"dtype": "bfloat16", "context": 100}
