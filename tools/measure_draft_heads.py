@@ -1,12 +1,12 @@
 """Measure how often the drafts of the heads that `tools/train_draft_heads.py` wrote are right.
 
-    python tools/measure_draft_heads.py FOLDER [--tokens 200]
+    python tools/measure_draft_heads.py FOLDER [--tokens 200] [--heads eagle3 mimo qwen3_5]
 
 Four beginnings of code are answered by an engine without drafts and by one with each head, at
 temperatures of 0 and 0.8. Answers are compared bit by bit: token ids and log-probabilities. At 0.8
 each head is measured once more with another random number than the model's, where drafts are
-right as often as two independent draws agree. The MiMo copy of the demo is compared with the demo
-as well. Ends with 1 where any bits differ.
+right as often as two independent draws agree. Copies that have a layer more, of the demo and of the small
+hybrid, are compared with the model that they are a copy of. Ends with 1 where any bits differ.
 
 Prints a table in Markdown: drafts, the share that is right, and tokens a step. A pass is counted as
 0.02 of a step: by its real cost the demo, which is as small as the heads, would not be drafted for.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from train_draft_heads import EAGLE, PREDICTING
+from train_draft_heads import DELTA_NET, EAGLE, HEADS, HYBRID, PREDICTING
 
 from freight import LLM, SamplingParams
 from freight.engine.drafting import Drafting, _Going
@@ -45,6 +45,29 @@ class Measured:
     accepted: int
     steps: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a head is run: its title in the table, the model without it, the one with it, and the
+    `speculative_config`.
+    """
+
+    title: str
+    alone: str
+    model: str
+    config: dict[str, Any]
+
+
+def way_of(name: str, folder: Path) -> Way:
+    """Return how the head of this name, one of `HEADS`, in `folder` is run."""
+    head = str(folder / name)
+    if name == EAGLE:
+        return Way("EAGLE-3", "demo", "demo", {"method": "eagle3", "model": head})
+    if name == PREDICTING:
+        return Way("layer of MiMo", "demo", head, {"method": "mtp"})
+    assert name == HYBRID
+    return Way("layer of Qwen3.5, a hybrid", str(DELTA_NET), head, {"method": "mtp"})
 
 
 def engine_of(model: str, config: dict[str, Any] | None) -> LLM:
@@ -99,29 +122,30 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS)
     args = parser.parse_args(arguments)
-    copy = str(args.folder / PREDICTING)
-    eagle = {"method": "eagle3", "model": str(args.folder / EAGLE)}
-    ways = [("EAGLE-3", "demo", eagle), ("layer of MiMo", copy, {"method": "mtp"})]
+    ways = [way_of(name, args.folder) for name in args.heads]
     plain = {}
-    for temperature in (0.0, 0.8):
-        plain[temperature] = measure(engine_of("demo", None), temperature, args.tokens).answers
+    for model in sorted({way.alone for way in ways}):
+        for temperature in (0.0, 0.8):
+            found = measure(engine_of(model, None), temperature, args.tokens)
+            plain[model, temperature] = found.answers
     differ = 0
     print("| head | temperature | random number | drafts | right | tokens a step | bits |")
     print("|---|---|---|---|---|---|---|")
-    for name, model, config in ways:
+    for way in ways:
         for temperature, apart in ((0.0, False), (0.8, False), (0.8, True)):
-            llm = engine_of(model, config)
+            llm = engine_of(way.model, way.config)
             if apart:
                 assert llm.engine._drafting is not None
                 draw_apart(llm.engine._drafting)
             found = measure(llm, temperature, args.tokens)
-            is_same = found.answers == plain[temperature]
+            is_same = found.answers == plain[way.alone, temperature]
             differ += not is_same
             number = "none" if temperature == 0 else "another" if apart else "the model's"
             right = found.accepted / max(found.drafted, 1)
             print(
-                f"| {name} | {temperature} | {number} | {found.drafted} | {100 * right:.0f} % | "
+                f"| {way.title} | {temperature} | {number} | {found.drafted} | {100 * right:.0f} % | "
                 f"{found.tokens / found.steps:.2f} | {'same' if is_same else 'differ'} |",
                 flush=True,
             )

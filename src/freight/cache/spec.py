@@ -265,14 +265,21 @@ def cache_spec(
 
 
 def with_layers(
-    spec: KVCacheSpec, mixers: Sequence[Mixer], kinds: Sequence[LayerKVFormat], compute: Format
+    spec: KVCacheSpec,
+    mixers: Sequence[Mixer],
+    kinds: Sequence[LayerKVFormat],
+    compute: Format,
+    ranks: int = 1,
 ) -> KVCacheSpec:
     """Return the cache of a model and of further layers behind it, those of a head that drafts, in the
-    blocks of layers that keep every token. They have attention; kinds: the stored format of each.
+    blocks of layers that keep every token. They have attention; kinds: the stored format of each. Of
+    several `ranks` it is that of one of them, as `spec`; `mixers` are whole.
     """
     first = len(spec.layers)
     layers = []
     for mixer, kind in zip(mixers, kinds, strict=True):
+        if ranks > 1 and mixer is not None:
+            mixer = mixer.divided(ranks)
         layer = layer_spec(mixer, kind, compute)
         assert isinstance(layer, LayerKVSpec), "refused when it was opened"
         if layer.source is not None:

@@ -24,7 +24,6 @@ from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
-from freight.model.config.model import ModelConfig
 from freight.model.config.predicting import published_predicting
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.draft_head import DraftHead
@@ -35,7 +34,7 @@ from freight.model.open import OpenModel, open_model
 from freight.model.predicting import load_predicting, require_predicting
 from freight.model.second_model import SecondModel
 from freight.model.shapes import predicting_shapes
-from freight.parallel.shards import require_divisible
+from freight.parallel.shards import require_head_divisible
 from freight.settings.cpu_builds import multiplies_bfloat16
 from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
 from freight.settings.speculation import HeadKind, HeadSource, require_drafts_of
@@ -110,17 +109,6 @@ def _own_head(opened: OpenModel) -> HeadSource | None:
     return HeadSource(HeadKind.MTP)
 
 
-def _require_divided(head: ModelConfig, ranks: int, name: str) -> None:
-    """Raise ConfigError where ranks cannot divide a head whose layers are those of `head`."""
-    try:
-        require_divisible(head, ranks)
-    except ConfigError as error:
-        raise ConfigError(
-            f"--speculative-config: {name} is divided as the model is, and cannot be: {error}; or draft from the text "
-            "of requests (--speculate)"
-        ) from error
-
-
 def _measured(config: EngineConfig, opened: OpenModel) -> LayerKVFormat:
     """Return the format of the keys and values of layers beside the model's, for which a checkpoint has
     no static scales.
@@ -156,7 +144,7 @@ def _open_predicting(opened: OpenModel, config: EngineConfig) -> OpenHead:
 
 def _open_eagle(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHead:
     eagle = open_eagle(folder, opened.model)
-    _require_divided(eagle.config.model, opened.ranks.size, shown(folder))
+    require_head_divisible(eagle.config.model, opened.ranks.size, shown(folder))
     return OpenHead(
         method=HeadKind.EAGLE3,
         name=shown(folder),
@@ -174,7 +162,7 @@ def _open_second(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHe
     name = shown(folder)
     require_drafts_of(second.model, name)
     _check_vocabulary(opened, second, name)
-    _require_divided(second.model, opened.ranks.size, name)
+    require_head_divisible(second.model, opened.ranks.size, name)
     limit = min(config.max_model_len, second.model.max_position_embeddings)
     args = replace(
         second.args, max_model_len=limit, tensor_parallel_size=opened.args.tensor_parallel_size
@@ -264,12 +252,7 @@ def with_head(spec: KVCacheSpec, head: OpenHead | None, compute: Format, ranks: 
     """
     if head is None:
         return spec
-    mixers = []
-    for mixer in head.mixers:
-        if ranks > 1 and mixer is not None:
-            mixer = mixer.divided(ranks)
-        mixers.append(mixer)
-    return with_layers(spec, mixers, head.kinds, compute)
+    return with_layers(spec, head.mixers, head.kinds, compute, ranks)
 
 
 def kv_with_head(kv: KVCacheConfig, num_layers: int) -> KVCacheConfig:

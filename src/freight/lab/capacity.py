@@ -275,6 +275,7 @@ def make_plan(
         device=wish.device,
         layout=wish.layout,
         context=context,
+        ranks=wish.ranks,
         read=lambda described: _read(described, None, ()),
         tensors=tensors,
     )
@@ -305,7 +306,7 @@ def _too_little(wish: Wish, context: int, settings: Sequence[Setting]) -> Capaci
     loads = f"the weights alone need {loaded} in {least.weights}"
     way_out = "take a smaller model"
     if least.loaded.head:
-        of_head = size(least.loaded.head, up=True)
+        of_head = size(least.loaded.head * wish.ranks, up=True)
         loads = f"the weights in {least.weights} and what drafts need {loaded}, of which the head has {of_head}"
         way_out = "omit --speculative-config and --speculate"
     if wish.lora is not None:
@@ -401,7 +402,7 @@ def _settings(
             spec = alone
             whole = cache_spec(cache.kv, *facts, drafts=drafts)
             if head is not None:
-                spec = head.beside(alone, cache.kv, compute)
+                spec = head.beside(alone, cache.kv, compute, wish.ranks)
                 whole = head.beside(whole, cache.kv, compute)
             setting = _setting(form, cache, rooms, spec, stored_tokens(whole), wish, context, step)
             of_head = spec.bytes_per_token - alone.bytes_per_token

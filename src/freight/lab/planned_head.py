@@ -26,6 +26,7 @@ from freight.model.sizes import (
     online,
     predicting_bytes,
 )
+from freight.parallel.shards import require_head_divisible
 from freight.settings.engine import KVCacheConfig, LayerKVFormat
 from freight.settings.speculation import HeadKind, HeadSource, Speculation, require_drafts_of
 
@@ -51,9 +52,10 @@ class PlannedHead:
     """What drafts.
 
     source     as it is asked for, or found
-    mixers     of its layers
+    mixers     of its layers, whole also where ranks divide them
     kinds      gives the stored format of each of its layers, beside such a cache
-    num_bytes  counts its weights and tables, beside such weights; None where an engine refuses it
+    num_bytes  counts its weights and tables on each rank, beside such weights; None where an engine
+               refuses it
     """
 
     source: HeadSource
@@ -61,9 +63,13 @@ class PlannedHead:
     kinds: Callable[[KVCacheConfig], tuple[LayerKVFormat, ...]]
     num_bytes: Callable[[Matrices], int | None]
 
-    def beside(self, spec: KVCacheSpec, kv: KVCacheConfig, compute: Format) -> KVCacheSpec:
-        """Return the cache of the model, which is `spec`, and of the head."""
-        return with_layers(spec, self.mixers, self.kinds(kv), compute)
+    def beside(
+        self, spec: KVCacheSpec, kv: KVCacheConfig, compute: Format, ranks: int = 1
+    ) -> KVCacheSpec:
+        """Return the cache of the model, which is `spec`, and of the head; that of each of several
+        `ranks`, as `spec`.
+        """
+        return with_layers(spec, self.mixers, self.kinds(kv), compute, ranks)
 
     def as_json(self) -> JsonObject:
         """Return its object in the JSON of a plan."""
@@ -92,6 +98,7 @@ class Beside:
     device    'cpu' or 'cuda'
     layout    how kernels hold matrices
     context   tokens of the longest request
+    ranks     processes that compute it together, and the head
     read      reads a config.json
     tensors   dtype of each of its tensors, as their file names it; None: they are not known
     """
@@ -102,6 +109,7 @@ class Beside:
     device: str
     layout: Layout
     context: int
+    ranks: int
     read: ReadModel
     tensors: Mapping[str, str] | None
 
@@ -173,6 +181,7 @@ def _predicting(of: Beside, source: HeadSource, is_named: bool) -> PlannedHead |
             linear_of,
             of.layout,
             of.context,
+            of.ranks,
         )
 
     last = max(of.model.paged)
@@ -192,7 +201,8 @@ def _eagle(of: Beside, source: HeadSource, folder: str) -> PlannedHead:
     from freight.model.eagle import open_eagle  # takes seconds, and torch
 
     eagle = open_eagle(folder, of.model)
-    size = eagle_bytes(eagle.config, eagle.shapes, of.compute, of.layout, of.context)
+    require_head_divisible(eagle.config.model, of.ranks, shown(folder))
+    size = eagle_bytes(eagle.config, eagle.shapes, of.compute, of.layout, of.context, of.ranks)
     last = max(of.model.paged)
     return PlannedHead(
         source=source,
@@ -211,13 +221,15 @@ def _second(of: Beside, source: HeadSource, folder: str) -> PlannedHead:
         scheme = read_scheme(config, modelopt)
     second = of.read(config)
     require_drafts_of(second, shown(folder))
+    require_head_divisible(second, of.ranks, shown(folder))
     length = min(of.context, second.max_position_embeddings)
 
     def num_bytes(matrices: Matrices) -> int | None:
         own = _own_matrices(of, second, scheme, matrices.quantization)
         if own is None:
             return None
-        return loaded_bytes(second, of.compute, own.format, own.linear_of, of.layout, length).total
+        formats = of.compute, own.format, own.linear_of
+        return loaded_bytes(second, *formats, of.layout, length, of.ranks).total
 
     def kinds(kv: KVCacheConfig) -> tuple[LayerKVFormat, ...]:
         granularity = Granularity.TOKEN if kv.format.is_quantized else None

@@ -22,7 +22,7 @@ from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.errors import CheckpointError, ConfigError
 from freight.kernels.interface import KernelSet
 from freight.model.architectures import tensor_names
-from freight.model.config.eagle import EagleConfig, parse_eagle
+from freight.model.config.eagle import EAGLE_FC, EagleConfig, parse_eagle
 from freight.model.config.model import ModelConfig
 from freight.model.decoder import Decoder, DecoderLayer, LanguageModel, Residual, computing_on
 from freight.model.layers.embedding import Embedding, LogitsHead
@@ -32,19 +32,18 @@ from freight.model.layers.rope import build_ropes
 from freight.model.loader import ModelBuilder, builder_of_share, present_share
 from freight.model.mixers.attention.layer import Attention
 from freight.model.mixers.attention.spec import AttentionConfig
-from freight.model.mixers.dividing import Rank, rows_of
+from freight.model.mixers.dividing import Rank
 from freight.model.mixers.registry import build_mixer
 from freight.model.mixers.spec import Mixer
 from freight.model.moved import Mover
 from freight.model.open import OpenModel
 from freight.model.shapes import tensor_shapes
-from freight.model.shares import Share, pieces_of_layer, pieces_of_vocabulary, share_of_part
+from freight.model.shares import share_of_eagle
 from freight.model.sources import CheckpointSource
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import as_tensor
 from freight.operands.rotary import Rotary
 from freight.parallel.ranks import ALONE, Ranks
-from freight.parallel.shards import require_divisible
 from freight.settings.engine import EngineConfig
 
 logger = logging.getLogger("freight")
@@ -53,7 +52,6 @@ _HIDDEN_NORM = "hidden_norm.weight"
 _INPUT_NORM = "input_norm.weight"
 _FC_NORM = "fc_norm.{}.weight"
 _IDS = "d2t"
-_FC = "fc.weight"
 
 
 @dataclass(frozen=True)
@@ -165,21 +163,6 @@ class OpenEagle:
         """Its attention, of which the cache keeps keys and values."""
         return attention_of(self.config.model)
 
-    def share(self, rank: Rank) -> Share:
-        """Return what a rank has of it. Raises ConfigError as `parallel.shards.require_divisible`."""
-        model = self.config.model
-        require_divisible(model, rank.size)
-        names = tensor_names(model)
-        size = model.hidden_size
-        layer = model.layers[0]
-        pieces = pieces_of_layer(layer, size, names, names.layer.format(0), rank, self.shapes)
-        pieces[names.head] = pieces_of_vocabulary(self.config.draft_vocab_size, rank)
-        if _FC in self.shapes:
-            pieces[_FC] = rows_of(rank.part(size))
-        if names.embedding in self.shapes:
-            pieces[names.embedding] = ((slice(None), rank.part(size)),)
-        return share_of_part(model, rank, self.shapes, pieces)
-
     def _builder(
         self, config: EngineConfig, kernels: KernelSet, device: str, ranks: Ranks
     ) -> ModelBuilder:
@@ -189,7 +172,7 @@ class OpenEagle:
         names = tensor_names(self.config.model)
         if ranks.size == 1:
             return ModelBuilder(source, self.config.model, names, self.shapes, kernels)
-        share = self.share(Rank(ranks.rank, ranks.size))
+        share = share_of_eagle(self.config, self.shapes, Rank(ranks.rank, ranks.size))
         present_share(self.checkpoint, share, {}, {})
         return builder_of_share(source, share, names, kernels)
 
@@ -345,7 +328,7 @@ def _shapes(checkpoint: Checkpoint, config: EagleConfig, target: ModelConfig) ->
     shapes[names.head] = (config.draft_vocab_size, size)
     if config.feature_layers:
         features = len(config.feature_layers) * config.target_hidden_size
-        shapes[_FC] = (size, features)
+        shapes[EAGLE_FC] = (size, features)
     shapes |= {name: (channels,) for name, channels in _fc_norms(config).items()}
     if names.embedding not in checkpoint.names:
         of_target = target.embedding_size or target.hidden_size

@@ -45,11 +45,11 @@ from freight.model.loader import (
     require_whole_blocks,
 )
 from freight.model.mixers.attention.layer import Attention
-from freight.model.mixers.dividing import Pieces, Rank, rows_of
+from freight.model.mixers.dividing import Rank
 from freight.model.mixers.spec import Mixer
 from freight.model.open import OpenModel
 from freight.model.shapes import predicting_shapes
-from freight.model.shares import Share, pieces_of_layer, share_of_part
+from freight.model.shares import share_of_predicting
 from freight.model.sources import CheckpointSource, Stored, WeightSource
 from freight.model.stored import find_matrices
 from freight.operands.activation import GateFunction
@@ -252,21 +252,6 @@ def _blocks(
         own = {name: size for name, size in shapes.items() if name.startswith(prefix)}
         blocks |= computed_blocks(checkpoint, model, replace(names, layer=prefix), own)
     return blocks
-
-
-def share_of_predicting(model: ModelConfig, predicting: PredictingConfig, rank: Rank) -> Share:
-    """Return what a rank has of the layers, which divide as the model's last one does. `model` has their
-    layer alone.
-    """
-    shapes = predicting_shapes(model, predicting)
-    names = tensor_names(model)
-    hidden = model.hidden_size
-    pieces: dict[str, Pieces] = {}
-    for index, prefix in enumerate(predicting.prefixes):
-        pieces |= pieces_of_layer(predicting.layer, hidden, names, prefix, rank, shapes)
-        projection = predicting.weight(index, predicting.form.projection)
-        pieces[projection] = rows_of(rank.part(hidden))
-    return share_of_part(model, rank, shapes, pieces)
 
 
 def _require_all_read(

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 from freight.checkpoint.headers import Shape, narrowed
 from freight.model.architectures import tensor_names
+from freight.model.config.eagle import EAGLE_FC, EagleConfig
 from freight.model.config.layer import DenseConfig, FeedForward, LayerConfig, MoEConfig
 from freight.model.config.model import ModelConfig
+from freight.model.config.predicting import PredictingConfig
 from freight.model.config.tensor_names import TensorNames
-from freight.model.mixers.dividing import Cut, Pieces, Rank, of_modules
-from freight.model.shapes import shared_names, tensor_shapes
-from freight.parallel.shards import of_rank
+from freight.model.mixers.dividing import Cut, Pieces, Rank, of_modules, rows_of
+from freight.model.shapes import predicting_shapes, shared_names, tensor_shapes
+from freight.parallel.shards import of_rank, require_divisible
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,37 @@ def share_of_part(
     for name, cut in pieces.items():
         own[name] = narrowed(own[name], cut)
     return Share(model, of_one, ranks.number, ranks.size, pieces, own, dict(shapes))
+
+
+def share_of_predicting(model: ModelConfig, predicting: PredictingConfig, rank: Rank) -> Share:
+    """Return what a rank has of layers that predict further tokens, which divide as the model's last one
+    does. `model` has their layer alone. Raises ConfigError as `of_rank`.
+    """
+    shapes = predicting_shapes(model, predicting)
+    names = tensor_names(model)
+    hidden = model.hidden_size
+    pieces: dict[str, Pieces] = {}
+    for index, prefix in enumerate(predicting.prefixes):
+        pieces |= pieces_of_layer(predicting.layer, hidden, names, prefix, rank, shapes)
+        projection = predicting.weight(index, predicting.form.projection)
+        pieces[projection] = rows_of(rank.part(hidden))
+    return share_of_part(model, rank, shapes, pieces)
+
+
+def share_of_eagle(eagle: EagleConfig, shapes: Mapping[str, Shape], rank: Rank) -> Share:
+    """Return what a rank has of an EAGLE-3 head with tensors of `shapes`. Raises ConfigError as `of_rank`."""
+    model = eagle.model
+    require_divisible(model, rank.size)
+    names = tensor_names(model)
+    size = model.hidden_size
+    prefix = names.layer.format(0)
+    pieces = pieces_of_layer(model.layers[0], size, names, prefix, rank, shapes)
+    pieces[names.head] = pieces_of_vocabulary(eagle.draft_vocab_size, rank)
+    if EAGLE_FC in shapes:
+        pieces[EAGLE_FC] = rows_of(rank.part(size))
+    if names.embedding in shapes:
+        pieces[names.embedding] = ((slice(None), rank.part(size)),)
+    return share_of_part(model, rank, shapes, pieces)
 
 
 def pieces_of_layer(

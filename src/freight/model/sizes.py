@@ -26,7 +26,7 @@ from freight.fp8.scheme import (
     int4_group,
 )
 from freight.model.architectures import tensor_names
-from freight.model.config.eagle import EagleConfig
+from freight.model.config.eagle import EAGLE_FC, EagleConfig
 from freight.model.config.layer import (
     DenseConfig,
     FeedForward,
@@ -38,9 +38,10 @@ from freight.model.config.model import ForeignModel, ModelConfig
 from freight.model.config.predicting import PredictingConfig
 from freight.model.config.rope import QUERY_SCALING
 from freight.model.config.tensor_names import TensorNames
+from freight.model.mixers.dividing import Rank
 from freight.model.mixers.spec import Mixer, mixer_parts
-from freight.model.shapes import predicting_shapes, shared_names, tensor_shapes
-from freight.model.shares import share_of
+from freight.model.shapes import shared_names, tensor_shapes
+from freight.model.shares import share_of, share_of_eagle, share_of_predicting
 from freight.parallel.stages import StageCosts
 
 # How the matrix of a module is quantized; None: it is not
@@ -197,6 +198,7 @@ def predicting_bytes(
     linear_of: LinearOf,
     layout: Layout,
     max_len: int,
+    ranks: int = 1,
 ) -> int:
     """Count the first of the layers of `model` that predict further tokens, which is the one that
     drafts, with its tables. Its embedding and head are the model's. Arguments are those of
@@ -205,9 +207,10 @@ def predicting_bytes(
     alone = replace(model, layers=(predicting.layer,))
     form = predicting.form
     names = replace(tensor_names(alone), layer=predicting.prefixes[0])
-    shapes = predicting_shapes(model, predicting)
-    count = _Count(alone, compute, weights, linear_of, layout, names, shapes)
-    size = count.layer(0, predicting.layer)
+    share = share_of_predicting(alone, predicting, Rank(0, ranks))
+    alone = share.model
+    count = _Count(alone, compute, weights, linear_of, layout, names, share.shapes)
+    size = count.layer(0, alone.layers[0])
     size += count.kept([predicting.module(0, form.projection)])
     size += 2 * count.norm_weight(model.hidden_size) + count.norm(model.hidden_size)
     if form.masks_first:
@@ -216,12 +219,20 @@ def predicting_bytes(
 
 
 def eagle_bytes(
-    eagle: EagleConfig, shapes: Mapping[str, Shape], compute: Format, layout: Layout, max_len: int
+    eagle: EagleConfig,
+    shapes: Mapping[str, Shape],
+    compute: Format,
+    layout: Layout,
+    max_len: int,
+    ranks: int = 1,
 ) -> int:
     """Count an EAGLE-3 head, with its tables and the ids of its vocabulary, for positions below
-    `max_len`. shapes: its tensors but those ids; without an embedding it takes the model's.
+    `max_len`; that of each of several `ranks`. shapes: its tensors but those ids; without an embedding
+    it takes the model's.
     """
-    model = eagle.model
+    share = share_of_eagle(eagle, shapes, Rank(0, ranks))
+    model = share.model
+    shapes = share.shapes
     names = tensor_names(model)
     prefix = names.layer.format(0)
     layer = model.layers[0]
@@ -230,7 +241,7 @@ def eagle_bytes(
     for name, shape in shapes.items():
         if "norm" in name and ".self_attn." not in name:  # those are the mixer's
             size += count.norm_weight(prod(shape))
-    if "fc.weight" in shapes:
+    if EAGLE_FC in shapes:
         size += count.kept(["fc"])
     rows, columns = shapes[names.head]
     size += matrix_bytes(rows, columns, compute, scales=None, layout=layout)

@@ -47,6 +47,19 @@ def require_divisible(model: ModelConfig, size: int) -> None:
     raise ConfigError(f"--tensor-parallel-size {size}: {fault}; {way_out}")
 
 
+def require_head_divisible(head: ModelConfig, size: int, name: str) -> None:
+    """Raise ConfigError, as `require_divisible`, where ranks cannot divide a head that drafts, `name`,
+    whose layers are those of `head`.
+    """
+    try:
+        require_divisible(head, size)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--speculative-config: {name} is divided as the model is, and cannot be: {error}; or draft from the text "
+            "of requests (--speculate)"
+        ) from error
+
+
 def _faults(model: ModelConfig, size: int) -> Iterator[str]:
     """Yield what `size` ranks cannot divide."""
     if size == 1:

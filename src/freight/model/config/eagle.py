@@ -34,6 +34,7 @@ _BESIDE = words(
     tie_word_embeddings embed_requires_grad has_no_defaults_at_init
     """
 )
+EAGLE_FC = "fc.weight"  # the tensor that makes a state of features
 # Keys of eagle_config that are not read -> the values at which they change nothing (ModelOpt)
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_input_layernorm_in_first_layer": (True,),
