@@ -231,7 +231,7 @@ def of_latents(model: ModelConfig) -> list[str]:
             )
             results += ["layers without rope"] if mixer.rope is None else of_rope(model, mixer)
             results += ["gate of the output"] * mixer.output_gate
-    results += ["sparse beyond index_topk tokens, which are the most that run"] * (
+    results += ["sparse beyond index_topk tokens (--kernels reference, slowly)"] * (
         model.dense_limit is not None
     )
     return list(dict.fromkeys(results))

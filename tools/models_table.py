@@ -134,8 +134,8 @@ What was compared:
 - *norms of latents* (MLA) have an eps of 1e-6, as in transformers 5.23, whatever `rms_norm_eps` is (1e-5 in
   GLM-4.7-Flash).
 - *sparse attention of DeepSeek-V3.2 and GLM-5* (DSA) runs in contexts of up to `index_topk` tokens, 2,048 in
-  published files. There the indexer chooses all tokens. `--max-model-len` is at most that, and the indexer's
-  tensors are not read.
+  published files, where the indexer chooses all tokens and its tensors are not read. With `--kernels reference` and
+  a larger `--max-model-len` they run beyond it, slowly ([internals/steps.md](internals/steps.md#sparse-attention)).
 - *norm_topk_prob of DeepSeek-V2*, false in its files, is ignored, as in transformers 5.23. In DeepSeek's own code,
   true means weights that are divided by their sum and not multiplied by `routed_scaling_factor`.
 - *limits of Ling 3.0's experts* (`expert_swiglu_limit_list`, `share_expert_swiglu_limit_list`) bound activations of

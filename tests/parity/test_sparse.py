@@ -45,6 +45,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }
 Choices = list[list[set[int]]]  # by indexer and row
+Calls = list[tuple[int, torch.Tensor]]  # position of the first row of a tile, and its rows' keys
 
 
 def model_of(name: str, topk: int, folder: Path) -> Any:
@@ -110,27 +111,55 @@ def run(
     spec = opened.cache_spec(config)
     pool = allocate_pool(spec, config.kv, [-(-len(ids) // config.block_size)], kernels)
     runner = ModelRunner(decoder, pool, "cpu")
-    calls: list[tuple[int, torch.Tensor]] = []
+    logits = []
+    with our_choices() as calls:
+        for begin, end in zip(chunks, [*chunks[1:], len(ids)], strict=True):
+            logits.append(runner.logits(list(ids[begin:end]), begin, pool.whole))
+    indexers = sum(mixer.index_dim > 0 for mixer in opened.model.paged.values())
+    return torch.cat(logits), by_indexer(calls, indexers, len(ids))
+
+
+@contextmanager
+def our_choices() -> Iterator[Calls]:
+    """Collect what indexers choose for one sequence, tile by tile."""
+    calls: Calls = []
     choose = reference_sparse.highest
 
     def watched(scores: torch.Tensor, seen: torch.Tensor, count: int) -> torch.Tensor:
         calls.append((int(seen[0].sum()) - 1, choose(scores, seen, count)))
         return calls[-1][1]
 
-    logits = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_sparse, "highest", watched)
-        for begin, end in zip(chunks, [*chunks[1:], len(ids)], strict=True):
-            logits.append(runner.logits(list(ids[begin:end]), begin, pool.whole))
-    indexers = sum(mixer.index_dim > 0 for mixer in opened.model.paged.values())
-    chosen: Choices = [[set() for _ in ids] for _ in range(indexers)]
-    turn = dict.fromkeys(range(len(ids)), 0)
+        yield calls
+
+
+def by_indexer(calls: Calls, indexers: int, length: int) -> Choices:
+    chosen: Choices = [[set() for _ in range(length)] for _ in range(indexers)]
+    turn = dict.fromkeys(range(length), 0)
     for first, keys in calls:
         at = turn[first]
         for row, of_row in enumerate(keys.tolist()):
             chosen[at][first + row] = {key for key in of_row if key >= 0}
         turn[first] = at + 1
-    return torch.cat(logits), chosen
+    return chosen
+
+
+def rows_alike(theirs: Choices, ours: Choices, scores: list[torch.Tensor], topk: int) -> int:
+    """Rows before the first whose choice differs, where scores are as near as rounding; those after it
+    read what it made. Rows of ours that are empty read all keys.
+    """
+    alike = len(ours[0])
+    for of_theirs, of_ours, by_score in zip(theirs, ours, scores, strict=True):
+        for row in range(alike):
+            others = of_theirs[row] ^ (of_ours[row] or set(range(row + 1)))
+            if others:
+                visible = by_score[row, : row + 1]
+                cut = visible.topk(topk).values[-1]
+                assert all(abs(visible[key] - cut) <= NEAR for key in others)
+                alike = row
+                break
+    return alike
 
 
 @pytest.mark.parametrize("topk", [8, 64])
@@ -145,16 +174,7 @@ def test_logits_and_choices_equal_transformers(name: str, topk: int, tmp_path: P
     assert expected.std() > 0.1
     logits, ours = run(tmp_path, ids, [0])
     assert len(theirs) == len(ours) == len(scores) == 2
-    alike = LENGTH  # rows before the first whose choice differs; those after it read what it made
-    for of_theirs, of_ours, by_score in zip(theirs, ours, scores, strict=True):
-        for row in range(alike):
-            others = of_theirs[row] ^ of_ours[row]
-            if others:
-                visible = by_score[row, : row + 1]
-                cut = visible.topk(topk).values[-1]
-                assert all(abs(visible[key] - cut) <= NEAR for key in others)
-                alike = row
-                break
+    alike = rows_alike(theirs, ours, scores, topk)
     assert alike > topk
     assert (logits - expected)[:alike].abs().max() <= 1e-4
     several, _ = run(tmp_path, ids, [0, 5, 40, 41, 77])

@@ -78,6 +78,7 @@ from freight.parallel.stages import layers_by_device
 from freight.settings.device import DeviceFacts, free_bytes, numa_nodes, probe
 from freight.settings.engine import TRITON, EngineArgs, EngineConfig, listed_layers
 from freight.settings.lora import named_adapters
+from freight.settings.sparse import KERNELS as SPARSE_KERNELS
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
@@ -340,8 +341,14 @@ def _plan(opened: OpenModel) -> _Plan:
     dense = opened.model.dense_limit
     if args.max_model_len is None and asked == dense:
         logger.info(
-            "context limited to the %d tokens of index_topk, up to which attention is not sparse",
+            "context limited to the %d tokens of index_topk, up to which attention is not sparse; for longer ones give "
+            "--max-model-len and --kernels reference, which is slow",
             dense,
+        )
+    if opened.model.is_sparse:
+        assert resolved.kernels == SPARSE_KERNELS, "refused by name in settings.sparse"
+        logger.info(
+            "attention is sparse in contexts of more than index_topk tokens, with slow kernels"
         )
     spec = opened.cache_spec(resolved)
     head = opened_head(opened, resolved, spec)
@@ -643,6 +650,9 @@ def captured_steps(
         capture = CpuRecordings(decoder, pool, kernels, most_rows, feature_layers)
     if capture is None:
         return None
+    # sparse attention asks the device for the longest context of a step
+    assert isinstance(decoder, Decoder)
+    assert not decoder.config.is_sparse
     return DecodeSteps(capture, pool, config.max_model_len, config.device)
 
 

@@ -79,6 +79,7 @@ from freight.settings.engine import EngineArgs, EngineConfig
 from freight.settings.kv_source import kv_source, uniform_scales
 from freight.settings.resolve import check, resolve
 from freight.settings.skip_layers import skipped_layers
+from freight.settings.sparse import for_context
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
@@ -544,6 +545,7 @@ def _opened(args: EngineArgs, stored: OpenCheckpoint) -> OpenModel:
     device = probed(args)
     if device.note:
         logger.info("%s", device.note)
+    model = for_context(model, args, device.kind)
     return OpenModel(args, stored.checkpoint, model, stored.scheme, stored.kv_scales, device)
 
 
@@ -621,6 +623,8 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
     """
     check(args)
     model = parse_model_config(shape_config(shape), ignore_keys=args.ignore_config_keys)
+    device = probed(args)
+    model = for_context(model, args, device.kind)
     return OpenModel(
         # what it writes is measured, and of no use: a step has the rows that it is asked for
         args.without_drafts(),
@@ -628,7 +632,7 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
         model=model,
         scheme=Scheme(),
         kv_scales=KVScales((None,) * model.num_layers),
-        device=probed(args),
+        device=device,
         random_shape=shape,
     )
 

@@ -133,8 +133,9 @@ class ModelConfig:
     layers                 layers from the first to the last
     ropes                  rotary embeddings, to which layers refer by index
     dense_limit            longest context, in tokens, in which sparse attention attends to every
-                           token (`index_topk`); longer ones are refused, so
-                           `max_position_embeddings` is no larger. None: attention is dense
+                           token (`index_topk`), and `max_position_embeddings` is no larger; longer
+                           ones need the model of `config.latent.beyond_dense`, which has no such
+                           limit. None: attention is dense, or the model is that one
     sparse                 what chooses keys in longer contexts, in models that have a `dense_limit`;
                            `config.latent.beyond_dense` gives it to the layers
     norm_eps               epsilon of every norm
@@ -231,6 +232,11 @@ class ModelConfig:
         return self.pooling is None or self.pooling.beside
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether layers read keys that indexers choose: of a model as `beyond_dense` returns it."""
+        return self.sparse is not None and self.dense_limit is None
+
+    @property
     def position_limit(self) -> int:
         """Positions that the ropes cover, at most `dense_limit`; linear and yarn scaling may exceed
         `max_position_embeddings`.
@@ -245,7 +251,7 @@ class ModelConfig:
             return f"the {self.position_limit} positions of this model"
         return (
             f"index_topk = {self.dense_limit} of config.json: in longer contexts this model attends to keys that an "
-            "indexer chooses, which Freight does not have, and up to that length to all of them"
+            "indexer chooses, which runs with --kernels reference alone, slowly"
         )
 
     def for_context(self, max_len: int) -> ModelConfig:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from freight.model.config.family import PredictingForm
 from freight.model.config.layer import LayerConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.registry import FAMILIES
+from freight.model.mixers.latent.spec import LatentConfig
 
 
 @dataclass(frozen=True)
@@ -56,4 +57,7 @@ def published_predicting(
         prefixes.append(prefix)
     if not prefixes:
         return None
-    return PredictingConfig(form, model.layers[max(model.paged)], tuple(prefixes))
+    layer = model.layers[max(model.paged)]
+    if isinstance(layer.mixer, LatentConfig):  # drafts are verified: their layers read all keys
+        layer = replace(layer, mixer=replace(layer.mixer, indexer=None, chosen_by=None))
+    return PredictingConfig(form, layer, tuple(prefixes))
