@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.drafters import KINDS, Told
+from tests.hybrids import HYBRIDS
 from tests.refusals import refuses
 
 from freight import LLM, SamplingParams
@@ -255,6 +256,21 @@ def test_one_sequence_at_most_has_drafts_and_recorded_steps() -> None:
     captured = drafted.engine.runner.captured
     assert captured is not None
     assert (7, False) in captured.steps
+
+
+def test_steps_with_drafts_are_recorded_where_layers_keep_states() -> None:
+    options: dict[str, Any] = {"kv_cache_memory": "4MiB", "threads": 1, "max_model_len": 256}
+    model = str(HYBRIDS / "delta_net")
+    prompt, params = SOURCES[3] * 4, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    drafted = LLM(model, speculate=6, **options)
+    found = drafted.generate([prompt], params)[0]
+    assert essence(found) == essence(
+        LLM(model, speculate=0, **options).generate([prompt], params)[0]
+    )
+    captured = drafted.engine.runner.captured
+    assert captured is not None
+    assert (7, False) in captured.steps
+    assert drafted.engine.stats().accepted > 6
 
 
 SCHEMAS: list[dict[str, Any]] = [

@@ -239,8 +239,9 @@ class Renewal:
                 "another engine for that"
             )
         current = self.config
+        asked = opened.resolve(opened.args)
         resolved = replace(
-            opened.resolve(opened.args),
+            asked,
             max_model_len=current.max_model_len,
             most_drafts=current.most_drafts,
             kv_cache_memory=current.kv_cache_memory,
@@ -260,7 +261,8 @@ class Renewal:
                 f"these weights would change {', '.join(values)}: store them as those that were loaded, or start with "
                 "the option that fixes it, such as --dtype"
             )
-        if opened.cache_spec(resolved) != self.engine.runner.pool.spec:
+        # a cache is laid out before it is known which context and which drafts there are
+        if opened.cache_spec(asked) != self.engine.runner.pool.spec:
             raise ConfigError(
                 f"these weights would have another cache: {resolved.kv.describe()}, {resolved.kv.scale_source}, and "
                 f"here it is {current.kv.describe()}, {current.kv.scale_source}; start with --kv-cache-dtype and "

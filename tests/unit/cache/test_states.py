@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given, settings
+from tests.hybrids import HYBRIDS
 from tests.shares import examples
 
 from freight.cache.pool import KVPool, PagedState, allocate_pool
-from freight.cache.spec import KVCacheSpec, LayerStateSpec
+from freight.cache.spec import KVCacheSpec, LayerStateSpec, cache_spec
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.formats import Format
 from freight.kernels.reference_set import REFERENCE
 from freight.model.mixers.spec import StatePart
+from freight.model.open import open_model
 from freight.operands.states import Stretch
-from freight.settings.engine import KVCacheConfig
+from freight.settings.engine import EngineArgs, KVCacheConfig
 
 PARTS = StatePart("sum", (2, 3), Format.FLOAT32), StatePart("columns", (4,), Format.BFLOAT16)
 
@@ -98,3 +103,42 @@ def test_however_a_sequence_is_cut_its_blocks_have_its_own_prefixes(
     for index, (length, table) in enumerate(zip(lengths, tables, strict=True)):
         for entry, block in enumerate(table):
             assert memory[block] == [(index, at) for at in range(min(length, (entry + 1) * every))]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "more"), [(0, 0), (1, 1), (14, 14), (15, 15), (16, 15), (63, 15)]
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_ring_keeps_as_many_more_inputs_as_drafts_of_a_tile(
+    drafts: int, more: int, ranks: int
+) -> None:
+    """Nothing else of a state grows with drafts, and each rank has the same room."""
+    opened = open_model(EngineArgs(str(HYBRIDS / "delta_net")))
+    config = opened.resolve(opened.args)
+    kinds = config.kv, opened.model, config.block_size, config.compute_format
+    plain = cache_spec(*kinds, ranks=ranks)
+    found = cache_spec(*kinds, ranks=ranks, drafts=drafts)
+    num_states = 0
+    for layer, before in zip(found.layers, plain.layers, strict=True):
+        if not isinstance(before, LayerStateSpec):
+            assert layer == before
+            continue
+        assert isinstance(layer, LayerStateSpec)
+        num_states += 1
+        for part, own in zip(layer.parts, before.parts, strict=True):
+            if part.name != "columns":
+                assert part == own
+                continue
+            assert own.shape[0] == 3
+            assert part == replace(own, shape=(3 + more, own.shape[1]))
+    assert num_states == 3
+
+
+def test_where_nothing_drafts_states_have_no_room_for_it() -> None:
+    """As on a GPU, where the next step is launched before the tokens of the last are known."""
+    opened = open_model(EngineArgs(str(HYBRIDS / "delta_net"), speculate=8))
+    config = opened.resolve(opened.args)
+    assert config.most_drafts == 8
+    plain = opened.cache_spec(replace(config, most_drafts=0))
+    assert opened.cache_spec(replace(config, device="cuda")) == plain
+    assert opened.cache_spec(config).bytes_per_state > plain.bytes_per_state

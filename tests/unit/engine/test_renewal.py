@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.demo_adapter import write_random_adapter
+from tests.hybrids import HYBRIDS
 from tests.weight_versions import changed_tensors, demo_tensors, write_version
 
 from freight import SamplingParams
@@ -68,6 +69,27 @@ def test_an_update_gives_what_a_fresh_start_gives(options: dict[str, Any], other
     assert llm.fingerprint == old
     llm.update_weights(other)  # a Path
     assert answers(llm) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "limited"),
+    [({}, False), ({"kernels": "reference"}, False), ({"kv_cache_memory": "300KiB"}, True)],
+    ids=["drafts", "no-drafts", "short-context"],
+)
+def test_states_have_the_room_that_they_had(options: dict[str, Any], limited: bool):
+    """Their layout is decided before it is known that reference kernels have no drafts, and that the
+    cache holds a shorter context.
+    """
+    hybrid = str(HYBRIDS / "delta_net")
+    llm = LLM(hybrid, **{"kv_cache_memory": "8MiB", "threads": 1, **options})
+    assert (llm.engine.scheduler.token_limit(1, None) < 1024) == limited
+    assert (llm.engine.scheduler.most_drafts > 0) == ("kernels" not in options)
+    before = answers(llm)
+    llm.update_weights(hybrid)
+    assert answers(llm) == before
+    llm.sleep(2)
+    llm.wake_up()
+    assert answers(llm) == before
 
 
 def test_tensors_in_memory_are_copied(other: Path):
