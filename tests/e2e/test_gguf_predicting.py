@@ -180,7 +180,7 @@ def test_matrices_in_blocks_are_computed_and_planned_so(saved: Any) -> None:
     drafting = llm.engine._drafting
     assert drafting is not None
     target = llm.engine.runner.model
-    held = sum(held_tensors((target, drafting._head)).values()) - sum(held_tensors(target).values())
+    held = sum(held_tensors((target, drafting.runner.head)).values()) - sum(held_tensors(target).values())
     described = gguf_model(str(file))
     assert described is not None
     tensors = dict.fromkeys(described.places.placed, "")
