@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from freight.base.tables import markdown
-from freight.kernels.interface import KernelSet, Rows
+from freight.kernels.interface import KernelSet
 from freight.lab.evaluate.documents import cut_documents
 from freight.lab.evaluate.measure import mean_perplexity, measure
 from freight.lab.evaluate.report import CacheRun, cache_run, load_for, resolve_caches
@@ -40,7 +40,7 @@ from freight.model.open import open_model
 from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages, read_slots, write_slots
-from freight.operands.packed import PackedWeight
+from freight.operands.packed import PackedWeight, Rows
 from freight.operands.rotary import Rotary
 from freight.quantizer.observers import pair_norms
 from freight.settings.engine import EngineArgs
@@ -73,7 +73,8 @@ def int4_groups(x: Tensor) -> Tensor:
     step = step.half().float().clamp_min(1e-7)
     low = low.half().float()
     codes = ((groups - low) / step).round().clamp(0, 15)
-    return (codes * step + low).flatten(-2)
+    rounded: Tensor = (codes * step + low).flatten(-2)
+    return rounded
 
 
 def lloyd4(x: Tensor) -> Tensor:
@@ -83,7 +84,8 @@ def lloyd4(x: Tensor) -> Tensor:
     length = turned.norm(dim=-1, keepdim=True).clamp_min(1e-20)
     codes = CENTROIDS[torch.bucketize(turned / length * math.sqrt(size), EDGES)]
     codes = codes * (math.sqrt(size) / codes.norm(dim=-1, keepdim=True).clamp_min(1e-20))
-    return (codes * length.half().float() / math.sqrt(size)) @ signed.T
+    rounded: Tensor = (codes * length.half().float() / math.sqrt(size)) @ signed.T
+    return rounded
 
 
 def hadamard(size: int) -> Tensor:
