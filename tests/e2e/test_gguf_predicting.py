@@ -24,7 +24,7 @@ from freight.checkpoint.config_only import gguf_model
 from freight.checkpoint.gguf.names import COPIES
 from freight.checkpoint.gguf.reader import GGUFCheckpoint
 from freight.engine.guesses import Guesses
-from freight.errors import ConfigError
+from freight.errors import CheckpointError, ConfigError
 from freight.kernels.cpu.library import runnable
 from freight.lab.capacity import Wish, make_plan
 from freight.model.held_tensors import held_tensors
@@ -180,7 +180,9 @@ def test_matrices_in_blocks_are_computed_and_planned_so(saved: Any) -> None:
     drafting = llm.engine._drafting
     assert drafting is not None
     target = llm.engine.runner.model
-    held = sum(held_tensors((target, drafting.runner.head)).values()) - sum(held_tensors(target).values())
+    held = sum(held_tensors((target, drafting.runner.head)).values()) - sum(
+        held_tensors(target).values()
+    )
     described = gguf_model(str(file))
     assert described is not None
     tensors = dict.fromkeys(described.places.placed, "")
@@ -197,3 +199,24 @@ def test_a_file_without_the_layers_drafts_nothing(saved: Any) -> None:
     file = write(name, folder, F32, block_count=BEHIND, nextn_predict_layers=None)
     with refuses(ConfigError, "has no layers that predict further tokens"):
         LLM(str(file), **OPTIONS, speculative_config=MTP)
+
+
+@pytest.mark.parametrize(
+    ("keys", "block", "has"),
+    [
+        ({"nextn_predict_layers": 2}, 1, "no tensor"),
+        ({"block_count": 2}, 1, "no tensor"),
+        ({"nextn_predict_layers": 0}, 2, "a tensor"),
+        ({"nextn_predict_layers": None}, 2, "a tensor"),
+        ({"block_count": 4}, 2, "a tensor"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"speculative_config": MTP}], ids=["plain", "mtp"])
+def test_another_number_of_layers_than_the_tensors_show_is_refused(
+    saved: Any, keys: dict[str, Any], block: int, has: str, options: dict[str, Any]
+) -> None:
+    """Without the method, too: the model would run with a layer less."""
+    name, folder = saved
+    file = write(name, folder, F32, **keys)
+    with refuses(CheckpointError, f"blk.{block} has {has} nextn.*", "nextn_predict_layers, counts"):
+        LLM(str(file), **OPTIONS, **options)

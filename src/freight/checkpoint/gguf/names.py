@@ -173,6 +173,8 @@ def tensor_names(gguf: GGUFConfig, shapes: Shapes) -> TensorPlaces:
     """
     row = _ROWS[gguf.architecture]
     file = _File(gguf, shapes, row.predicting)
+    if row.predicting is not None:
+        _require_counted(file)
     if row.special is not None:
         row.special(file)
     _divide_joined(file, row)
@@ -246,6 +248,28 @@ _COPIED = ("embed_tokens", "shared_head_head")
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)", re.ASCII)
 _SENSES = ("v.", "a.", "mm.")  # files that have all models in one
 _STACKED = {"ffn_gate_exps": 0, "ffn_up_exps": 1, "ffn_down_exps": 2}
+
+
+def _require_counted(file: _File) -> None:
+    """Raise CheckpointError where the metadata counts a block as one of the model's, and its tensors as one
+    that predicts further tokens, or the other way round: the model would have another number of layers.
+    """
+    blocks: dict[int, bool] = {}
+    for name in file.shapes:
+        match = _LAYER.fullmatch(name)
+        if match is not None:
+            block = int(match[1])
+            blocks[block] = blocks.get(block, False) or match[2].startswith(_NEXTN)
+    architecture = file.gguf.architecture
+    for block, predicts in sorted(blocks.items()):
+        if predicts == (block >= file.layers):
+            continue
+        has = "a tensor" if predicts else "no tensor"
+        raise CheckpointError(
+            f"GGUF: blk.{block} has {has} {_NEXTN}* of layers that predict further tokens, and the metadata, "
+            f"{architecture}.block_count less {architecture}.nextn_predict_layers, counts {file.layers} layers before "
+            "these; convert the model again"
+        )
 
 
 def _place(file: _File, row: _Row, name: str) -> None:
