@@ -137,7 +137,9 @@ FORMATS = {
     "int4-32+scales": Simulated(int4_groups, scales=True),
     "lloyd4": Simulated(lloyd4),
     "lloyd4+scales": Simulated(lloyd4, scales=True),
+    "near16:int8/lloyd4": Simulated(lloyd4, False, of_token(8), 16),
     "near16:int8/lloyd4+scales": Simulated(lloyd4, True, of_token(8), 16),
+    "near16:int8/int4-32": Simulated(int4_groups, False, of_token(8), 16),
     "near16:int8/int4-32+scales": Simulated(int4_groups, True, of_token(8), 16),
     "near64:int8/lloyd4+scales": Simulated(lloyd4, True, of_token(8), 64),
 }
@@ -303,7 +305,8 @@ def main(arguments: Sequence[str]) -> int:
     channels = Channels()
 
     def show(done: int, total: int) -> None:
-        print(f"\r{done:,} of {total:,} tokens", end="", file=sys.stderr)
+        if sys.stderr.isatty():
+            print(f"\r{done:,} of {total:,} tokens", end="", file=sys.stderr)
 
     with opened.threads(plain):
         decoder = load_for(opened, configs, args.window)
