@@ -33,5 +33,5 @@ LD_PRELOAD="$($compiler -print-file-name=libasan.so) $($compiler -print-file-nam
 export LD_PRELOAD FREIGHT_TEST_KERNELS=$folder
 export ASAN_OPTIONS=detect_leaks=0  # Python's own
 export UBSAN_OPTIONS=print_stacktrace=1
-$python -m pytest --capture=sys -p no:cacheprovider tests/kernels/test_cpu_{linear,mxfp4,experts,route,attention,attention_tiles,store,elementwise,rowwise,states,by_head}.py tests/kernels/test_{adapters,group_scales,cpu_int8_groups,cpu_four_bit,cpu_blocks}.py \
+$python -m pytest --capture=sys -p no:cacheprovider tests/kernels/test_cpu_{linear,mxfp4,experts,route,attention,attention_tiles,store,elementwise,rowwise,states,by_head}.py tests/kernels/test_{adapters,group_scales,cpu_int8_groups,cpu_four_bit,cpu_blocks,states_taken_back}.py \
   -k "not soft_caps and not every_value" "${@:2}"
