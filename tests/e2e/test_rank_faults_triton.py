@@ -117,8 +117,8 @@ def test_a_rank_that_is_lost_in_a_step_is_named(gpu_like: RankPair, number: int)
     threading.Timer(0.3, lose).start()
     with pytest.raises(RankError, match=f"rank 1 {LOST[signal.Signals(number)]}.*cannot go on"):
         llm.generate([PROMPT] * 4, LONG)  # for seconds
-    # the interpreter takes a second to the next gather
-    assert time.monotonic() - sent[0] < 3.0 + (1.5 if number == signal.SIGSTOP else 0.0)
+    # the interpreter takes a second or two to the next gather
+    assert time.monotonic() - sent[0] < 5.0 + (1.5 if number == signal.SIGSTOP else 0.0)
     leader_of(llm).close()
     assert is_gone(gpu_like.pids[0])
 

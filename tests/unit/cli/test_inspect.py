@@ -248,7 +248,7 @@ def test_what_a_model_pools_and_that_its_head_is_read(as_json, capsys, tmp_path)
     [
         ("mimo", 1, "1 layer predicts further tokens, {}: drafts on a CPU"),
         ("deepseek-v3-two", 2, "2 layers predict further tokens, {}: the first of them drafts"),
-        ("qwen3-5", 1, "1 layer predicts further tokens, {}: no drafts, because layers"),
+        ("qwen3-5", 1, "1 layer predicts further tokens, {}: drafts on a CPU"),
     ],
 )
 def test_layers_that_predict_further_tokens(as_json, capsys, tmp_path, name, layers, says):

@@ -325,6 +325,7 @@ def test_steps_of_ranks_are_captured_where_they_push(kind, monkeypatch, caplog):
     monkeypatch.setattr(build, "CudaGraphs", lambda *given: made.append(given[-1]) or "graphs")
     monkeypatch.setattr(build, "DecodeSteps", lambda *given: given[0])
     decoder = object.__new__(Decoder)
+    object.__setattr__(decoder, "config", SimpleNamespace(is_sparse=False))
     kernels: Any = SimpleNamespace(name="triton", ranks=SimpleNamespace(transport=ranks))
     config: Any = SimpleNamespace(device="cuda", max_num_seqs=4, max_model_len=64)
     caplog.set_level(logging.INFO, "freight")
@@ -338,14 +339,17 @@ def test_steps_of_ranks_are_captured_where_they_push(kind, monkeypatch, caplog):
 
 
 def test_a_copy_of_a_batch_takes_all_of_it_and_shares_nothing() -> None:
-    """Whatever a layer of a later stage reads."""
+    """Whatever a layer of a later stage reads. Choices of sparse attention, which has no stages, are not
+    of a batch but of its step.
+    """
+    made = ("some_decode", "copies", "choices")
 
     def filled(value: int) -> ForwardBatch:
         parts = {}
         for field in fields(ForwardBatch):
             if field.name in ("slots", "block_tables"):
                 parts[field.name] = (torch.full((2,), value), torch.full((3,), value))
-            elif field.name not in ("some_decode", "copies"):
+            elif field.name not in made:
                 parts[field.name] = torch.full((4,), value)
         return ForwardBatch(**parts)  # type: ignore[arg-type]
 
@@ -354,5 +358,5 @@ def test_a_copy_of_a_batch_takes_all_of_it_and_shares_nothing() -> None:
     copy.take(filled(2))
     for changed, value in ((copy, 2), (batch, 1)):
         tensors = [tensor for tensor in tree_leaves(vars(changed)) if isinstance(tensor, Tensor)]
-        assert len(tensors) == len(fields(ForwardBatch)) - 2 + 2
+        assert len(tensors) == len(fields(ForwardBatch)) - len(made) + 2
         assert all(bool((tensor == value).all()) for tensor in tensors)
