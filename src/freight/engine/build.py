@@ -79,6 +79,7 @@ from freight.settings.device import DeviceFacts, free_bytes, numa_nodes, probe
 from freight.settings.engine import TRITON, EngineArgs, EngineConfig, listed_layers
 from freight.settings.lora import named_adapters
 from freight.settings.sparse import KERNELS as SPARSE_KERNELS
+from freight.settings.speculation import obstacle_to_drafts
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
@@ -695,13 +696,10 @@ def _most_drafts(config: EngineConfig, decoder: LanguageModel, exact: bool) -> i
 
 def _obstacle_to_drafts(config: EngineConfig, is_foreign: bool, exact: bool) -> str:
     """Return why drafts would not be exact, or gain nothing; '' where they are."""
-    if is_foreign:
-        return "the modules of transformers may round a row differently beside others"
-    if config.launches_ahead:
-        return "on a GPU the next step is launched before the tokens of the last are known"
-    if not exact:
+    obstacle = obstacle_to_drafts(is_foreign, config.launches_ahead)
+    if not obstacle and not exact:
         return "the reference kernels may round a row differently beside others"
-    return ""
+    return obstacle
 
 
 def memory_for_cache(device: str) -> int:

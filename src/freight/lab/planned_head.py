@@ -28,7 +28,13 @@ from freight.model.sizes import (
 )
 from freight.parallel.shards import require_head_divisible
 from freight.settings.engine import KVCacheConfig, LayerKVFormat
-from freight.settings.speculation import HeadKind, HeadSource, Speculation, require_drafts_of
+from freight.settings.speculation import (
+    HeadKind,
+    HeadSource,
+    Speculation,
+    obstacle_to_drafts,
+    require_drafts_of,
+)
 
 _FLAG = "--speculative-config"
 _PLAIN = frozenset({"F32", "F16", "BF16"})  # dtypes of tensors that are not quantized
@@ -121,7 +127,7 @@ def planned_head(drafts: Speculation, of: Beside, spec: KVCacheSpec) -> PlannedH
     """
     if drafts.most == 0 or not (drafts.head or drafts.finds_head):
         return None
-    obstacle = _obstacle(of)
+    obstacle = obstacle_to_drafts(of.model.foreign is not None, of.device != "cpu")
     if obstacle and drafts.head is not None:
         raise ConfigError(f"{_FLAG}: there are no drafts here: {obstacle}; omit it")
     if obstacle:
@@ -141,15 +147,6 @@ def planned_head(drafts: Speculation, of: Beside, spec: KVCacheSpec) -> PlannedH
     if source.kind is HeadKind.EAGLE3:
         return _eagle(of, source, source.folder)
     return _second(of, source, source.folder)
-
-
-def _obstacle(of: Beside) -> str:
-    """Return why an engine drafts nothing (`engine/build.py`); '' where it does."""
-    if of.model.foreign is not None:
-        return "the modules of transformers may round a row differently beside others"
-    if of.device != "cpu":
-        return "on a GPU the next step is launched before the tokens of the last are known"
-    return ""
 
 
 def _predicting(of: Beside, source: HeadSource, is_named: bool) -> PlannedHead | None:

@@ -115,6 +115,17 @@ def speculation(speculate: object, config: str | None) -> Speculation:
     return replace(configured, from_text=True, finds_head=finds_head)
 
 
+def obstacle_to_drafts(is_foreign: bool, launches_ahead: bool) -> str:
+    """Return why a model has no drafts; '' where it may. is_foreign: it runs through transformers'
+    modules; launches_ahead: as `EngineConfig.launches_ahead`.
+    """
+    if is_foreign:
+        return "the modules of transformers may round a row differently beside others"
+    if launches_ahead:
+        return "on a GPU the next step is launched before the tokens of the last are known"
+    return ""
+
+
 def require_drafts_of(model: ModelConfig, name: str) -> None:
     """Raise ConfigError unless `model`, which messages call `name`, can draft for another one."""
     if model.foreign is not None:
